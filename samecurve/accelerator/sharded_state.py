@@ -83,6 +83,16 @@ class DTensorShards:
                     if writing and not tensor.is_contiguous():  # `flat` is a copy, as of weights in channels_last
                         tensor.copy_(flat.view(tensor.shape))
 
+    def weights(
+        self, names: Container[str] | None = None, writing: bool = False
+    ) -> Iterator[tuple[ShardRange, Tensor]]:
+        for name, parameter in self._parameters.items():
+            (region, replica), local, flat = self._placed[name], _local(parameter), _flat(parameter)
+            if region.numel and (names is None or name in names):
+                yield ShardRange(name, region, region.split(*replica) if name in self._saved else range(0)), flat
+                if writing and not local.is_contiguous():  # see `visit`
+                    local.copy_(flat.view(local.shape))
+
     def _ranges(self, name: str) -> list[tuple[ShardRange, str]]:
         """List this rank's regions of a parameter and of its factors, each with the factor's key in the optimizer."""
         parameter, ranges = self._parameters[name], []
@@ -150,10 +160,11 @@ class Zero12Shards:
                 whole = flat if kind == WEIGHT else state[kind]
                 yield shard, kind, whole.detach().narrow(0, place.start, place.numel)
 
-    def exact_regions(self, names: Container[str]) -> Iterator[tuple[ShardRange, Tensor]]:
-        """Yield this rank's fp32 regions of some weights."""
+    def weights(
+        self, names: Container[str] | None = None, writing: bool = False
+    ) -> Iterator[tuple[ShardRange, Tensor]]:
         for shard in self.ranges():
-            if shard.name in names:
+            if names is None or shard.name in names:
                 mapping = self._parameters[shard.name]._hp_mapping
                 (flat,) = self._optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
                 place = mapping.hp_fragment_address
@@ -207,12 +218,13 @@ class Zero3Shards:
                 for parameter in group:
                     yield from self._visit_one(parameter, flat, state)
 
-    def exact_regions(self, names: Container[str]) -> Iterator[tuple[ShardRange, Tensor]]:
-        """Yield this rank's fp32 regions of some weights."""
+    def weights(
+        self, names: Container[str] | None = None, writing: bool = False
+    ) -> Iterator[tuple[ShardRange, Tensor]]:
         for index, group in enumerate(self._optimizer.fp16_groups):
-            wanted = [parameter for parameter in group if self._names[id(parameter)] in names]
+            wanted = [parameter for parameter in group if names is None or self._names[id(parameter)] in names]
             if wanted:
-                with self._swapped_in(index, writing=False) as flat:
+                with self._swapped_in(index, writing) as flat:
                     for parameter in wanted:
                         if (shard := self._range_of(parameter)) is not None:
                             _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
@@ -307,9 +319,12 @@ def _part(weight: Tensor, region: Region) -> Tensor:
     return _flat(weight).narrow(0, region.start, region.numel)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def _flat(tensor: Tensor) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().reshape(-1)
+    return _local(tensor).reshape(-1)
 
 
 def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:

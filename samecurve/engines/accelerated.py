@@ -65,11 +65,11 @@ class AcceleratedEngine(ABC):
 
     def _build_forward(self, plan: Plan, **parts: Any) -> Forward:
         """Build the forward passes of the prepared model. `parts`: the other attributes of Forward."""
-        momentum = None
-        if self.task.momentum is not None:  # the weights have their values now
+        encoder = None
+        if self.task.momentum_queue is not None:  # the weights have their values now
             width = self.skeleton.config.get_text_config().hidden_size
-            momentum = MomentumEncoder(self.state, self.task.momentum, width, self.mesh, self._computes_with_written)
-            self.state = momentum
+            encoder = MomentumEncoder(self.state, self.task.momentum_queue, width, self.mesh, self._reload_weights)
+            self.state = encoder
         buffers = constants(self.skeleton).difference(name for name, _ in self.skeleton.named_parameters())
         self._constants = {name: self.tensors[name].clone() for name in buffers}
         return Forward(
@@ -80,7 +80,7 @@ class AcceleratedEngine(ABC):
             teacher=teacher.build(self.accelerator, plan, self.mesh, self.task) if self.task.teacher else None,
             rows=self.recipe.batch.micro_batches(self.shard[1]),
             first_step=self.first_step,
-            momentum=momentum,
+            momentum_encoder=encoder,
             **parts,
         )
 
@@ -106,8 +106,8 @@ class AcceleratedEngine(ABC):
         self._complete_gradients()
         grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.max_grad_norm))
         applied = self._update(grad_norm)
-        if applied and forward.momentum is not None:
-            forward.momentum.update()
+        if applied and forward.momentum_encoder is not None:
+            forward.momentum_encoder.update()
         finish_read()
         mean = sums.loss / counts.divisor
         result = step_result(mean, grad_norm, counts.trained, applied, may_rescale, sums.statistics, sums.router)
@@ -150,7 +150,7 @@ class AcceleratedEngine(ABC):
         """Update the weights unless the norm is not finite; return whether they were. Gradients are zero afterwards."""
 
     @abstractmethod
-    def _computes_with_written(self) -> None:
+    def _reload_weights(self) -> None:
         """Let the next forward pass read weights that were written into `state`. Collective."""
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
@@ -163,7 +163,7 @@ class AcceleratedEngine(ABC):
         return self.forward.outputs(batch, positions)
 
     def memory_usage(self) -> MemoryUsage:
-        return memory_usage(self.model, self.optimizer, self.describe())
+        return memory_usage(self.model, self.optimizer, self.describe(), self.forward.momentum_encoder)
 
     @abstractmethod
     def describe(self) -> EngineDescription: ...

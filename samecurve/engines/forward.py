@@ -50,7 +50,7 @@ class Forward:
         router: the router loss of a mixture of experts, else None.
         first_step: notes the rows of a training step; None for an evaluation alone.
         part: the tokens of each row that this rank computes.
-        momentum: the momentum encoder of a task that has one.
+        momentum_encoder: of a task that has one.
     """
 
     accelerator: Accelerator
@@ -64,7 +64,7 @@ class Forward:
     router: RouterLoss | None = None
     first_step: FirstStep | None = None
     part: SequencePart = field(default_factory=SequencePart)
-    momentum: MomentumEncoder | None = None
+    momentum_encoder: MomentumEncoder | None = None
 
     def __post_init__(self) -> None:
         models = [model for model in (self.model, self.teacher) if model is not None]
@@ -182,7 +182,7 @@ class Forward:
             padded_rows = most_rows(self.rows)
             # drops the same values as the pass with gradients
             compute = partial(self._features, micro_batches, padded_rows)
-            contexts = task_contexts(self.task, compute, self.rows, self.mesh.shard[0], momentum=self.momentum)
+            contexts = task_contexts(self.task, compute, self.rows, self.mesh.shard[0], encoder=self.momentum_encoder)
         for index, (batch, context) in enumerate(zip(micro_batches, contexts, strict=True), start=1):
             yield batch, context, index == len(micro_batches)
 
@@ -303,7 +303,7 @@ def task_contexts(
     rows: Sequence[Sequence[int]],
     rank: int,
     padded: bool = False,
-    momentum: MomentumEncoder | None = None,
+    encoder: MomentumEncoder | None = None,
 ) -> list[dict[str, Tensor]]:
     """Compute Task.context of a step, one for each micro-batch of a rank. Rows that train nothing get zeros.
 
@@ -313,24 +313,26 @@ def task_contexts(
         rows: Batch.micro_batches.
         rank: the data-parallel rank.
         padded: give every micro-batch as many rows as the largest one has, as pipelines pad their inputs.
-        momentum: the encoder of Task.momentum.
+        encoder: of a task with a momentum queue.
     """
     assert task.context is not None  # only tasks with a cross-batch loss come here
     most, count = most_rows(rows), len(rows[0])
     real = [nth * most + row for nth, size in enumerate(chain(*rows)) for row in range(size)]
     features, more = compute(), {}
     places = torch.tensor(real).to(features.device, non_blocking=True)  # a list as an index would wait for the device
-    if momentum is not None:
-        with momentum.in_place_of_the_weights():
+    if encoder is not None:
+        with encoder.in_place_of_the_weights():
             keys = compute()[places]
-        more = {"keys": keys, "queue": momentum.queue}
-        momentum.hold(task.queued(keys))
+        more = {"keys": keys, "queue": encoder.queue}
+    context = task.context(features[places], **more)
+    if encoder is not None:
+        encoder.hold(context.pop("queued"))
     by_batch: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    for name, value in task.context(features[places], **more).items():
+    for name, value in context.items():
         whole = value.new_zeros(len(features), *value.shape[1:])
         whole[places] = value
-        for context, part, size in zip(by_batch, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):
-            context[name] = part if padded else part[: max(size, 1)]  # a micro-batch without rows reads a padding row
+        for targets, part, size in zip(by_batch, whole.chunk(len(rows))[rank].chunk(count), rows[rank], strict=True):
+            targets[name] = part if padded else part[: max(size, 1)]  # a micro-batch without rows reads a padding row
     return by_batch
 
 

@@ -10,12 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from samecurve.engines.momentum_encoder import MomentumEncoder
 from samecurve.interfaces.engine import EngineDescription, MemoryUsage
 from samecurve.models import quantized
 
 
-def memory_usage(module: nn.Module, optimizer: object, described: EngineDescription) -> MemoryUsage:
-    """Measure the bytes of weights, optimizer state and gradients that this rank holds between two steps."""
+def memory_usage(
+    module: nn.Module, optimizer: object, described: EngineDescription, encoder: MomentumEncoder | None = None
+) -> MemoryUsage:
+    """Measure the bytes of weights, optimizer state and gradients that this rank holds between two steps.
+
+    Those of a momentum encoder, which follows the optimizer's updates, count as optimizer state.
+    """
     weights = list(_storages([*module.parameters(), *module.buffers(), *quantized.scales(module)]))
     chain: list[Any] = [optimizer]
     while hasattr(chain[-1], "optimizer"):  # Accelerate's and DeepSpeed's wrappers, which share no base class
@@ -25,7 +31,8 @@ def memory_usage(module: nn.Module, optimizer: object, described: EngineDescript
     gradients = _gradients(module, described)
     return MemoryUsage(
         weights=sum(storage.nbytes() for storage in weights),
-        optimizer=sum(storage.nbytes() for storage in kept if storage.data_ptr() not in own),
+        optimizer=sum(storage.nbytes() for storage in kept if storage.data_ptr() not in own)
+        + (encoder.num_bytes if encoder else 0),
         gradients=gradients,
         gradients_between_steps=min(gradients, _kept_gradients(module, chain, gradients)),
     )

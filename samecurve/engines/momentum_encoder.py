@@ -3,6 +3,7 @@
 The encoder is a moving average of the trained weights. It is kept as one more state of each weight, in the regions in
 which a rank keeps the others, and is computed with by exchanging it with the weights: so every strategy can run, save
 and load it. A rank keeps 4 bytes for each trained weight of its part, and while it computes 4 more.
+Where an offloaded optimizer keeps its weights on a disk, these stay in host memory.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from samecurve.errors import ConfigurationError
 from samecurve.interfaces.region import Region
 from samecurve.interfaces.sharded_state import AVERAGE, FACTOR, QUEUE, WEIGHT, Kinds, Master, ShardRange, Visit
 
 if TYPE_CHECKING:
     from samecurve.accelerator.mesh import Mesh
     from samecurve.interfaces.sharded_state import State
-    from samecurve.interfaces.task import Momentum
+    from samecurve.interfaces.task import MomentumQueue
 
 
 class MomentumEncoder:
@@ -28,94 +30,101 @@ class MomentumEncoder:
 
     Args:
         state: the engine's, with the weights that training begins with.
-        settings: Task.momentum.
+        settings: Task.momentum_queue.
         width: values of an embedding.
         mesh: of all ranks; each keeps the whole queue.
-        refresh: makes the engine compute with weights that have just been written. Collective.
+        reload: makes the engine compute with weights that have just been written. Collective.
 
     Attributes:
-        queue: (filled rows, width), fp32: the newest embeddings, oldest first.
+        num_bytes: size of this rank's averages and of the queue.
     """
 
-    def __init__(self, state: State, settings: Momentum, width: int, mesh: Mesh, refresh: Callable[[], None]):
-        self._state, self._settings, self._refresh = state, settings, refresh
+    def __init__(self, state: State, settings: MomentumQueue, width: int, mesh: Mesh, reload: Callable[[], None]):
+        self._state, self._momentum, self._reload, self._device = state, settings.momentum, reload, mesh.device
         self.kinds: Kinds = {
             name: (*kinds, AVERAGE) if WEIGHT in kinds else kinds for name, kinds in state.kinds.items()
         }
         self.kinds[QUEUE] = (FACTOR,)
-        self.factors = {**state.factors, QUEUE: (settings.queue, width)}
+        self.factors = {**state.factors, QUEUE: (settings.size, width)}
         self.codes: Container[tuple[str, str]] = state.codes
-        # rows that are not filled yet are zeros, and no embedding is
-        self._rows = torch.zeros(settings.queue, width, device=mesh.device)
-        self._new = self._rows[:0]
+        self._rows = torch.zeros(settings.size, width, device=mesh.device)  # the newest embeddings are the last ones
+        self._filled, self._new = 0, self._rows[:0]
         region = Region(0, self._rows.numel())
         self._range = ShardRange(QUEUE, region, region.split(mesh.rank, mesh.dims.world_size))
-        self._averages: list[Tensor] = []
-        for _, kind, tensor in state.visit():
-            if kind == WEIGHT:
-                self._averages.append(tensor.to(torch.float32, copy=True))
+        self._averages = {shard.name: weight.to(torch.float32, copy=True) for shard, weight in state.weights()}
+        self.num_bytes = sum(tensor.nbytes for tensor in (self._rows, *self._averages.values()))
 
     @property
     def queue(self) -> Tensor:
-        return self._rows[self._rows.any(dim=1)]
+        """The newest embeddings, oldest first: (filled rows, width), fp32."""
+        return self._rows[len(self._rows) - self._filled :]
 
     @contextmanager
     def in_place_of_the_weights(self) -> Iterator[None]:
         """Let the engine compute with the moving averages. Collective."""
-        weights: list[Tensor] = []
-        with torch.no_grad():
-            for weight, average in self._pairs(writing=True):
-                weights.append(weight.clone())
-                weight.copy_(average)
-        self._refreshed()
+        trained = {shard.name: weight.clone() for shard, weight in self._state.weights()}
+        self._write(self._averages)
+        self._compute_with_written()
         try:
             yield
         finally:
-            with torch.no_grad():
-                for (weight, _), trained in zip(self._pairs(writing=True), weights, strict=True):
-                    weight.copy_(trained)
-        self._refreshed()  # not after an error: the other ranks may not come here
+            self._write(trained)
+        self._compute_with_written()  # not after an error: the other ranks may not come here
+
+    def _write(self, values: dict[str, Tensor]) -> None:
+        if self._device.type == "cuda":
+            # A forward pass copies offloaded weights to the device while the host goes on.
+            torch.cuda.synchronize(self._device)
+        with torch.no_grad():
+            for shard, weight in self._state.weights(writing=True):
+                weight.copy_(values[shard.name])
+
+    def _compute_with_written(self) -> None:
+        self._state.refresh()
+        self._reload()
 
     def hold(self, embeddings: Tensor) -> None:
-        """Take a step's embeddings, (rows, width), which the queue gets if the step is applied."""
-        self._new = embeddings.float()
+        """Take a step's embeddings, (rows, width), which the queue gets if the step is applied.
+
+        Raises:
+            ConfigurationError: the embeddings have another width than the model's hidden states.
+        """
+        if embeddings.shape[1] != self._rows.shape[1]:
+            raise ConfigurationError(
+                f"embed.queue: the model's embeddings have {embeddings.shape[1]} values and its hidden_size is "
+                f"{self._rows.shape[1]}; a queue needs a model where these are equal: set embed.queue=0, or use another"
+            )
+        self._new = embeddings
 
     @torch.no_grad()
     def update(self) -> None:
         """Follow an update of the weights: average = momentum average + (1 - momentum) weight; fill the queue."""
-        for weight, average in self._pairs():
-            average.lerp_(weight.float(), 1 - self._settings.momentum)
+        for shard, weight in self._state.weights():
+            self._averages[shard.name].lerp_(weight.float(), 1 - self._momentum)
         self._rows.copy_(torch.cat([self._rows, self._new])[-len(self._rows) :])
-
-    def _pairs(self, writing: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's regions of the weights, each with its average."""
-        averages = iter(self._averages)
-        for _, kind, tensor in self._state.visit(writing):
-            if kind == WEIGHT:
-                yield tensor, next(averages)
-
-    def _refreshed(self) -> None:
-        self._state.refresh()
-        self._refresh()
+        self._filled = min(len(self._rows), self._filled + len(self._new))
 
     def ranges(self) -> list[ShardRange]:
         return [*self._state.ranges(), self._range]
 
     def visit(self, writing: bool = False) -> Visit:
-        averages = iter(self._averages)
         for shard, kind, tensor in self._state.visit(writing):
             yield shard, kind, tensor
             kinds = self.kinds[shard.name]
-            if kind == WEIGHT:
-                average = next(averages)
-                if writing:  # where nothing else is written, as from a checkpoint of another trainer
-                    average.copy_(tensor)
-            if AVERAGE in kinds and kind == kinds[-2]:
-                yield shard, AVERAGE, average
+            if writing and kind == WEIGHT:  # stays so where only weights are written, as from another trainer's folder
+                self._averages[shard.name].copy_(tensor)
+            if AVERAGE in kinds and kind == kinds[-2]:  # after all that the engine keeps of this weight
+                yield shard, AVERAGE, self._averages[shard.name]
         yield self._range, FACTOR, self._rows.view(-1)
+
+    def weights(
+        self, names: Container[str] | None = None, writing: bool = False
+    ) -> Iterator[tuple[ShardRange, Tensor]]:
+        return self._state.weights(names, writing)
 
     def finish(self, updates: int) -> None:
         self._state.finish(updates)
+        self._filled = int(self._rows.any(dim=1).sum())  # no embedding is all zeros
 
     def refresh(self) -> None:
         self._state.refresh()
@@ -125,4 +134,7 @@ class MomentumEncoder:
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._state.replicas()
+        for shard in self._state.ranges():
+            if shard.name in self._averages:
+                yield f"{AVERAGE}/{shard.name} from {shard.region.start}", self._averages[shard.name]
         yield QUEUE, self._rows

@@ -231,6 +231,7 @@ class PipelineEngine:
     def _contexts(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
         if self._task.context is None:
             return [{}] * len(micro_batches)
+        assert self._task.momentum_queue is None  # of a task that this pipeline does not train
         module = self._module
         self._dropout.queue(micro_batches)
         module.train()  # the last pass may have been an evaluation

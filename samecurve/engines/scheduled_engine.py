@@ -116,10 +116,11 @@ class ScheduledEngine:
         self._first_step = FirstStep(
             plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
         )
-        self._momentum = None
-        if task.momentum is not None:
+        self._encoder = None
+        if task.momentum_queue is not None:
             width = skeleton.config.hidden_size
-            self.state = self._momentum = MomentumEncoder(self.state, task.momentum, width, self._mesh, lambda: None)
+            self._encoder = MomentumEncoder(self.state, task.momentum_queue, width, self._mesh, lambda: None)
+            self.state = self._encoder
         self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
         self._step_loss = StepLoss(self._loss)
         # the last ones are kept, because rows that are grouped by length have many shapes
@@ -215,8 +216,8 @@ class ScheduledEngine:
             if factor != 1.0:
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
-            if self._momentum is not None:
-                self._momentum.update()
+            if self._encoder is not None:
+                self._encoder.update()
         self._optimizer.zero_grad()
         result = step_result(mean, grad_norm, counts.trained, applied, may_rescale=False, statistics=tuple(statistics))
         return self._first_step.checked(result, learning_rate, math.sqrt(squares + squares_again))
@@ -289,7 +290,7 @@ class ScheduledEngine:
         if self._task.context is None:
             return [{}] * len(rows)
         compute = partial(self._forward.features, rows, drops=True)
-        return task_contexts(self._task, compute, self._micro_rows, self.shard[0], True, self._momentum)
+        return task_contexts(self._task, compute, self._micro_rows, self.shard[0], padded=True, encoder=self._encoder)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self._forward.evaluate(micro_batches)
@@ -304,7 +305,7 @@ class ScheduledEngine:
         return on_rank_0(self.shapes, self.device, self._stages.sender, self._stages.whole)
 
     def memory_usage(self) -> MemoryUsage:
-        return memory_usage(self._module, self._optimizer, self.describe())
+        return memory_usage(self._module, self._optimizer, self.describe(), self._encoder)
 
     def describe(self) -> EngineDescription:
         recipe, weights, taught = self.recipe, self._stages.weights, self._forward.teacher

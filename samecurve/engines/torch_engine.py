@@ -108,10 +108,8 @@ class TorchEngine(AcceleratedEngine):
         Raises:
             ConfigurationError: the strategy cannot divide this model.
         """
-        model, summed = (
-            fp32_weights.cast_weights(freeze(self._build(part), self.recipe.optimizer), self.recipe.optimizer),
-            [],
-        )
+        model = fp32_weights.cast_weights(freeze(self._build(part), self.recipe.optimizer), self.recipe.optimizer)
+        summed = []
         if self.cut:
             summed = tensor_parallel.apply(model, self.mesh, self.plan.strategy.tp_sequence_parallel)
         if self.plan.strategy.dims.ep > 1:
@@ -186,7 +184,7 @@ class TorchEngine(AcceleratedEngine):
             trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
             torch._foreach_div_([local_gradient(parameter) for parameter in trained], scale)
 
-    def _computes_with_written(self) -> None:
+    def _reload_weights(self) -> None:
         fsdp.reshard(self.model)
 
     def _update(self, grad_norm: float) -> bool:

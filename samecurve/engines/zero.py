@@ -119,7 +119,6 @@ class ZeroEngine(AcceleratedEngine):
             else Zero12Shards(trained, self.model.optimizer, states, saved=set(trained))
         )
         self.state: State = shards
-        self._exact_regions = shards.exact_regions
 
     def _write(self, name: str, full: Tensor) -> None:
         """Write the working weight and its fp32 master, which DeepSpeed would otherwise copy from rounded values."""
@@ -147,27 +146,24 @@ class ZeroEngine(AcceleratedEngine):
         # not safe_set_full_fp32_param, which narrows past the end where the last partition is padded (DeepSpeed 0.19.8)
         safe_set_local_fp32_param(parameter, padded.narrow(0, rank * length, length).to(self.device))
 
-    def _refresh_exact(self) -> None:
+    def _reload_weights(self) -> None:
         """Copy the masters of the weights that are computed in fp32, after an update or a resume. Collective."""
         values = {name: value for name, value in self.exact.values.items() if name in self.shapes}
         if not values:
             return
         masters = {name: torch.zeros_like(value).view(-1) for name, value in values.items()}
-        for shard, part in self._exact_regions(masters):
+        for shard, part in self.state.weights(masters):
             masters[shard.name].narrow(0, shard.region.start, shard.region.numel).copy_(part)
         self.mesh.add([*masters.values()], over=LOSS)
         for name, value in values.items():
             value.view(-1).copy_(masters[name])
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        self._refresh_exact()
+        self._reload_weights()
         return super().step(micro_batches, learning_rate)
 
     def _may_rescale(self) -> bool:
         return self.scaler is not None and self.scaler.cur_scale > self.scaler.min_scale
-
-    def _computes_with_written(self) -> None:
-        self._refresh_exact()
 
     def _complete_gradients(self) -> None:
         pass  # DeepSpeed's are complete
@@ -180,15 +176,15 @@ class ZeroEngine(AcceleratedEngine):
         return applied
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
-        self._refresh_exact()
+        self._reload_weights()
         return super().evaluate(micro_batches)
 
     def features(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        self._refresh_exact()
+        self._reload_weights()
         return super().features(micro_batches)
 
     def outputs(self, batch: MicroBatch, positions: Tensor | None = None) -> Tensor | None:
-        self._refresh_exact()
+        self._reload_weights()
         return super().outputs(batch, positions)
 
     def parameters(self) -> Iterator[tuple[str, Tensor | None]]:

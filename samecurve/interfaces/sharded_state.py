@@ -44,8 +44,8 @@ class State(Protocol):
 
     Attributes:
         kinds: for each parameter's name WEIGHT and the names of the optimizer states that have the parameter's shape;
-            for "parameter.state" of each optimizer state of another shape FACTOR.
-        factors: full shape of each of those other states, by "parameter.state".
+            for "parameter.state" of each optimizer state of another shape, and for QUEUE, FACTOR.
+        factors: full shape of each of those other states, by the same names.
         codes: (name, kind) of the uint8 tensors; all others are fp32 or bf16.
     """
 
@@ -62,6 +62,12 @@ class State(Protocol):
 
         A tensor is valid only until the next one is yielded. Changes to the tensors persist only if `writing` is true.
         """
+        ...
+
+    def weights(
+        self, names: Container[str] | None = None, writing: bool = False
+    ) -> Iterator[tuple[ShardRange, Tensor]]:
+        """Yield the regions of the weights alone, of some or all names, as `visit` does; makes no optimizer state."""
         ...
 
     def finish(self, updates: int) -> None:
@@ -84,8 +90,8 @@ class State(Protocol):
 WEIGHT, FACTOR = "weight", "factor"
 AVERAGE = "momentum_encoder"
 """Kind of the moving average of a weight (engines/momentum_encoder.py)."""
-QUEUE = "momentum_queue"
-"""Name of the queue of a momentum encoder, a FACTOR."""
+QUEUE = "embed.queue"
+"""Name of a momentum encoder's queue, the key by which a recipe sets its size."""
 
 
 Kinds = dict[str, tuple[str, ...]]

@@ -52,10 +52,10 @@ class InitialState:
     validation_only: bool = False
 
 
-class Momentum(NamedTuple):
-    """A momentum encoder: `queue` of its embeddings are kept, and it keeps the share `momentum` of itself in a step."""
+class MomentumQueue(NamedTuple):
+    """A queue of `size` embeddings of a momentum encoder, which keeps the share `momentum` of itself in a step."""
 
-    queue: int
+    size: int
     momentum: float
 
 
@@ -86,8 +86,8 @@ class Task(Protocol):
         context: (rows, n) features of all rows of an optimizer step -> further targets of `loss` by name, with rows as
             the first axis. Evaluation then computes no loss; `metrics` derives it from the features of all
             validation rows. None if rows' losses are independent.
-        momentum: a momentum encoder, whose features of the same rows `context` then takes as `keys`, and the newest
-            that `queued` has returned for them, (n, width), as `queue`. None: no such encoder.
+        momentum_queue: of a task with a momentum encoder. `context` then also takes that encoder's features of the same
+            rows as `keys`, and the newest of what it has returned as "queued", (any number, width), as `queue`.
         has_reference: whether `prepare` computes something from the initial weights that training needs later.
         by_token: whether loss and statistics are sums over trained tokens, each computed from its own logits and
             targets alone, so that they can be computed in chunks of tokens. Such a task has no step statistics.
@@ -108,7 +108,7 @@ class Task(Protocol):
     teacher: Recipe | None = None
     features: Callable[..., Tensor] | None = None
     context: Callable[..., dict[str, Tensor]] | None = None
-    momentum: Momentum | None = None
+    momentum_queue: MomentumQueue | None = None
     has_reference: bool = False
     by_token: bool = False
     by_log_probability: bool = False
@@ -131,10 +131,6 @@ class Task(Protocol):
     def step_loss(self, logits: Tensor, **targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss of a training step and (num_step_statistics,) sums over the same rows for `step_metrics`."""
         return self.loss(logits, **targets), logits.new_zeros(0)
-
-    def queued(self, features: Tensor) -> Tensor:
-        """Select what the momentum encoder's queue keeps of its features, (rows, n): (rows, width)."""
-        return features
 
     def count(self, labels: Tensor, weights: Tensor | None = None) -> int:
         """Count the tokens, rows or pairs that the loss sums over (`tokens` in results), without padding rows."""

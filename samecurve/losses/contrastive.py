@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from samecurve.config.schema import Pooling
 
-# Number of anchors whose similarities to all candidates are in memory at a time.
-_ANCHORS = 1024
+# Number of anchors, and of similarities, that are in memory at a time.
+_ANCHORS, _SIMILARITIES = 1024, 2**24
 
 
 def pool(states: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:
@@ -45,30 +45,53 @@ def info_nce(embeddings: Tensor, temperature: float) -> Tensor:
     Returns:
         (rows,): loss of each row in nats.
     """
-    return torch.cat(list(_losses(embeddings, temperature)))
+    return torch.cat(list(_losses(embeddings[:, 0], _candidates(embeddings[:, 1:]), temperature)))
 
 
-def info_nce_context(embeddings: Tensor, temperature: float, queue: Tensor | None = None) -> dict[str, Tensor]:
-    """Compute `row_loss`, (rows,) as info_nce, and `gradient`, that of their sum in the shape of the embeddings.
-
-    `queue`: further candidates of all rows, (any number, n), normalized.
-    """
+def info_nce_context(embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Compute the loss of each row, (rows,) as info_nce, and the gradient of their sum, in the embeddings' shape."""
     with torch.enable_grad():
         leaf = embeddings.detach().requires_grad_()
-        row_losses = []
-        for losses in _losses(leaf, temperature, queue):
-            # part by part, so that autograd keeps the similarities of one part only
-            losses.sum().backward()
-            row_losses.append(losses.detach())
+        row_losses = _backward(_losses(leaf[:, 0], _candidates(leaf[:, 1:]), temperature))
     assert leaf.grad is not None  # every part of the loss went backward
-    return {"row_loss": torch.cat(row_losses), "gradient": leaf.grad}
+    return row_losses, leaf.grad
 
 
-def _losses(embeddings: Tensor, temperature: float, queue: Tensor | None = None) -> Iterator[Tensor]:
-    # the positives come first, so that row i's positive is candidate i, its class
-    anchors, candidates = embeddings[:, 0], embeddings[:, 1:].transpose(0, 1).flatten(0, 1)
-    candidates = candidates if queue is None else torch.cat([candidates, queue])
-    for own in torch.arange(len(anchors), device=anchors.device).split(_ANCHORS):
+def momentum_context(anchors: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """As info_nce_context, with negatives from a queue, for the anchors alone (MoCo, arXiv:1911.05722).
+
+    Args:
+        anchors: (rows, n), normalized to length 1, as are the others.
+        keys: (rows, candidates, n): positive and hard negatives of each row.
+        queue: (any number, n): further negatives of all rows.
+
+    Returns:
+        (rows,): loss of each row in nats; (rows, n): the gradient of their sum with respect to the anchors.
+    """
+    with torch.enable_grad():
+        leaf = anchors.detach().requires_grad_()
+        row_losses = _backward(_losses(leaf, torch.cat([_candidates(keys), queue]), temperature))
+    assert leaf.grad is not None
+    return row_losses, leaf.grad
+
+
+def _candidates(keys: Tensor) -> Tensor:
+    """Flatten (rows, candidates, n), the positives first: that of row i is candidate i, its class."""
+    return keys.transpose(0, 1).flatten(0, 1)
+
+
+def _backward(parts: Iterator[Tensor]) -> Tensor:
+    row_losses = []
+    for losses in parts:
+        # part by part, so that autograd keeps the similarities of one part only
+        losses.sum().backward()
+        row_losses.append(losses.detach())
+    return torch.cat(row_losses)
+
+
+def _losses(anchors: Tensor, candidates: Tensor, temperature: float) -> Iterator[Tensor]:
+    count = max(1, min(_ANCHORS, _SIMILARITIES // len(candidates)))
+    for own in torch.arange(len(anchors), device=anchors.device).split(count):
         similarities = anchors[own] @ candidates.T
         yield functional.cross_entropy(similarities / temperature, own, reduction="none")
 

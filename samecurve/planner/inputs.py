@@ -100,10 +100,9 @@ def _kind(memory: Memory) -> str:
 
 
 def optimizer_bytes(recipe: Recipe) -> int:
-    """Bytes per parameter of the optimizer's states and a momentum encoder's average, without the fp32 weights."""
+    """Bytes per parameter of the optimizer's states, without the fp32 weights."""
     states = len(OPTIMIZERS[recipe.optimizer.name].states)
-    average = 4 if recipe.task == "embed" and recipe.embed.queue else 0
-    return average + (states if recipe.optimizer.name == "adamw_8bit" else 4 * states)  # 8 bits each, else fp32
+    return states if recipe.optimizer.name == "adamw_8bit" else 4 * states  # 8 bits each, else fp32
 
 
 # A training job apart from its strategy and machines.
@@ -119,6 +118,7 @@ class PlanRequest:
     Attributes:
         source: the recipe as written, by which the strategies' own rules judge.
         optimizer_bytes: of its states, per parameter.
+        average_bytes: of a momentum encoder, per trained parameter.
         fixed: of "micro_batch" and "checkpointing", those that a search must leave as they are.
         family: the model's `model_type`, "" if it is not known.
         attention: as `model.attention`; auto where a CPU computes varlen, and a GPU sdpa.
@@ -141,6 +141,7 @@ class PlanRequest:
     family: str = ""
     frozen: Frozen | None = None
     teacher: ModelShape | None = None
+    average_bytes: int = 0
 
     @classmethod
     def of_recipe(
@@ -188,6 +189,7 @@ class PlanRequest:
             str(fields.get("model_type") or ""),
             model_shape.adapted(shape, recipe.adapter, element_bytes) if recipe.adapter.name else None,
             teacher,
+            4 if recipe.task == "embed" and recipe.embed.queue else 0,
         )
 
     def with_memory(self, micro_batch: int, checkpointing: str) -> PlanRequest:

@@ -20,17 +20,21 @@ from samecurve.strategy.plan import Strategy
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter before sharding: weights, gradients, separate fp32 accumulators, fp32 copy, Adam's states."""
+    """Bytes per parameter before sharding: weights, gradients, separate fp32 accumulators, fp32 copy, Adam's states.
+
+    `average`: a momentum encoder's, which is where the optimizer's states are.
+    """
 
     weights: float = 2
     gradients: float = 2
     accumulators: float = 0
     master: float = 4
     optimizer: float = 8
+    average: float = 0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.accumulators + self.master + self.optimizer
+        return self.weights + self.gradients + self.accumulators + self.master + self.optimizer + self.average
 
 
 @dataclass(frozen=True)

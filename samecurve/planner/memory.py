@@ -137,6 +137,7 @@ def offloaded_gib(job: Job) -> float:
 def _bytes_per_parameter(job: Job) -> float:
     """Return the bytes of each parameter in host memory, as DeepSpeed 0.19.8 and FSDP2 allocate them."""
     num_bytes = float(STATES * job.trained) if "optimizer:cpu" in job.strategy.offload else 0.0
+    num_bytes += job.states.average if job.strategy.offloads_optimizer else 0
     stored = job.frozen.weight_bytes + job.trained * job.element_bytes if job.frozen else job.element_bytes
     if job.stack != "deepspeed":  # the weights that FSDP2 offloads are those that Adam updates, and frozen ones
         return num_bytes + (job.frozen.weight_bytes if job.frozen and num_bytes else 0)

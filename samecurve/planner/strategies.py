@@ -238,7 +238,7 @@ def _states(strategy: Strategy, request: PlanRequest) -> StateBytes:
         states = StateBytes(THIRTY_TWO, THIRTY_TWO, 0, THIRTY_TWO, ADAM)
     else:
         states = StateBytes(SIXTEEN, SIXTEEN, THIRTY_TWO, THIRTY_TWO, ADAM)
-    states = replace(states, optimizer=request.optimizer_bytes)
+    states = replace(states, optimizer=request.optimizer_bytes, average=request.average_bytes)
     if request.frozen:
         states = StateBytes(*(request.frozen.trained * number for number in vars(states).values()))
         states = replace(states, weights=states.weights + request.frozen.weight_bytes)

@@ -55,6 +55,7 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
     waits = job.sharding.reduces_once and zero == 3 and job.grad_accum > 1
     weights, gradients = held(sizes.weights, 3), held(sizes.gradients, 4 if waits else 2)
     accumulators, optimizer = held(sizes.accumulators, 2), held(sizes.optimizer, 1)
+    average = 0 if job.strategy.offloads_optimizer else held(sizes.average, 1)
     if job.updates_on_host:
         gradients = accumulators = 0.0  # they follow the optimizer as soon as they are reduced
     master = held(sizes.master, 1)
@@ -77,6 +78,7 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
         Line("accumulators", accumulators, accumulators, accumulators, "fp32 sums of micro-batches' gradients", table),
         Line("master weights", master, master, master, f"{sizes.master:g} B per parameter of the shard", table),
         Line("optimizer", optimizer, optimizer, optimizer, f"{sizes.optimizer:g} B per parameter of the shard", table),
+        Line("momentum encoder", average, average, average, "4 B per parameter of the shard", "momentum_encoder.py"),
         Line("reduce buckets", kept, buckets, kept, "reduce_bucket_size elements, twice if overlapped", "DeepSpeed"),
         Line("reordered bucket", 0, copied, 0, "the bucket's gradients by rank", "reduce_scatter_coalesced"),
         Line("gradient copy", 0, 0, upcast, "the shard's gradients in the master weights' precision", "DeepSpeed"),

@@ -15,7 +15,7 @@ from samecurve.data import sources, token_store, tokenizer
 from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.find import find_matches
 from samecurve.data.schemas import retrieval
-from samecurve.interfaces.task import Momentum
+from samecurve.interfaces.task import MomentumQueue
 from samecurve.losses import contrastive
 from samecurve.losses.cross_entropy import count_trained
 from samecurve.specs.heads import Head
@@ -60,21 +60,21 @@ class EmbedTask(splits.LoadedTask[RetrievalRows]):
         return functional.normalize(pooled, dim=-1).reshape(len(labels), -1)
 
     @property
-    def momentum(self) -> Momentum | None:
+    def momentum_queue(self) -> MomentumQueue | None:
         settings = self.recipe.embed
-        return Momentum(settings.queue, settings.momentum) if settings.queue else None
+        return MomentumQueue(settings.queue, settings.momentum) if settings.queue else None
 
     def context(self, features: Tensor, keys: Tensor | None = None, queue: Tensor | None = None) -> dict[str, Tensor]:
-        embeddings = self._embeddings(features, self.train)
-        if keys is not None:  # all texts but the anchors are the momentum encoder's
-            embeddings = torch.cat([embeddings[:, :1], self._embeddings(keys, self.train)[:, 1:]], dim=1)
-        context = contrastive.info_nce_context(embeddings, self.recipe.embed.temperature, queue)
-        if keys is not None:
-            context["gradient"][:, 1:] = 0.0
-        return {"row_loss": context["row_loss"], "gradient": context["gradient"].flatten(1)}
-
-    def queued(self, features: Tensor) -> Tensor:
-        return self._embeddings(features, self.train)[:, 1]  # the positives
+        embeddings, temperature = self._embeddings(features, self.train), self.recipe.embed.temperature
+        if keys is None or queue is None:
+            row_loss, gradient = contrastive.info_nce_context(embeddings, temperature)
+            return {"row_loss": row_loss, "gradient": gradient.flatten(1)}
+        # of the anchors alone: all other texts are the momentum encoder's
+        others = self._embeddings(keys, self.train)[:, 1:]
+        row_loss, of_anchors = contrastive.momentum_context(embeddings[:, 0], others, queue, temperature)
+        gradient = torch.zeros_like(embeddings)
+        gradient[:, 0] = of_anchors
+        return {"row_loss": row_loss, "gradient": gradient.flatten(1), "queued": others[:, 0]}
 
     def loss(
         self, states: Tensor, labels: Tensor, attention_mask: Tensor, row_loss: Tensor, gradient: Tensor

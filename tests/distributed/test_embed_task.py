@@ -34,7 +34,7 @@ COLUMNS = ("anchor", "positive", "negative")
 CLASSES = {"bert": "BertModel", "llama": "LlamaModel"}
 ENGINES = {"single": "{}", "ddp": "DistributedDataParallel", "fsdp": "FSDP{}", "tp": "{}"}
 ENGINES |= {**SCHEDULES, **dict.fromkeys((*CONTEXT, "fsdp_tp_cp"), "FSDP{}")}
-WORLDS = {"single": 1, "fsdp_tp_cp": 4, "hsdp": 4}
+WORLDS = {"single": 1, **dict.fromkeys(("fsdp_tp_cp", "hsdp", "zero3_hpz"), 4)}
 POOLING = {"bert": "mean", "llama": "last"}
 QUEUE, MOMENTUM = 20, 0.9  # no multiple of the 8 rows of a step; within 10 steps all are replaced
 
@@ -167,7 +167,7 @@ def test_follows_the_plain_loop(family, strategy, workspace, settings):
 
 
 QUEUED = [("bert", "zero3"), *long(*(("bert", name) for name in ("single", "ddp", "fsdp", "zero2", "zero2_offload")))]
-QUEUED += long(*(("llama", name) for name in (*OF_LLAMA, "hsdp", "zero3_nvme")))
+QUEUED += long(*(("llama", name) for name in (*OF_LLAMA, "hsdp", "zero1", "zero3_nvme", "zero3_hpz")))
 
 
 @pytest.mark.parametrize(("family", "strategy"), QUEUED)

@@ -141,9 +141,9 @@ def test_the_context_has_the_loss_and_its_gradient_in_any_number_of_parts(monkey
     for anchors in (1024, 3):
         monkeypatch.setattr(contrastive, "_ANCHORS", anchors)
         with torch.no_grad():
-            found = contrastive.info_nce_context(leaf, 0.1)
-        torch.testing.assert_close(found["row_loss"], losses.detach())
-        torch.testing.assert_close(found["gradient"], leaf.grad)
+            row_loss, gradient = contrastive.info_nce_context(leaf, 0.1)
+        torch.testing.assert_close(row_loss, losses.detach())
+        torch.testing.assert_close(gradient, leaf.grad)
 
 
 def test_the_tasks_loss_is_that_of_all_rows_with_its_gradient(tmp_path):
@@ -174,7 +174,7 @@ def test_a_row_and_a_queue_have_the_loss_of_moco(tmp_path):
     task = registry.load_task(
         made(tmp_path, [{"anchor": "a", "positive": "p"}] * 2, embed={"queue": 5, "temperature": 0.07})
     )
-    assert task.momentum == (5, 0.999)
+    assert task.momentum_queue == (5, 0.999)
     torch.manual_seed(0)
     anchor, positive, key, *queue = functional.normalize(torch.randn(8, 6), dim=-1)
     query, queue = anchor.clone().requires_grad_(), torch.stack(queue)
@@ -185,7 +185,7 @@ def test_a_row_and_a_queue_have_the_loss_of_moco(tmp_path):
     found = task.context(torch.cat([anchor, positive])[None], keys=keys, queue=queue)
     assert found["row_loss"].item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(found["gradient"], torch.cat([query.grad, torch.zeros(6)])[None])
-    assert torch.equal(task.queued(keys), key[None])
+    assert torch.equal(found["queued"], key[None])
 
 
 @pytest.mark.parametrize(("pooling", "expected"), [("mean", [2.0, 3.0]), ("cls", [1.0, 3.0]), ("last", [3.0, 3.0])])
