@@ -199,6 +199,24 @@ def test_a_queue_goes_on_under_another_strategy(strategy, after, workspace, sett
     assert found and all(torch.equal(found[name], run.weights[name]) for name in found)
 
 
+ADAPTER = ("adapter={name: lora, rank: 4}", "optimizer.learning_rate=3e-3")
+WITH = [("zero3", ADAPTER, 1e-5), *long(("fsdp", ADAPTER, 1e-5), ("zero2", ADAPTER, 1e-5))]
+WITH += long(*((name, ("precision=bf16",), 0.02) for name in ("ddp", "fsdp", "zero2", "zero3", "pipeline_1f1b")))
+WITH += long(("ddp", ("precision=fp16",), 0.01))
+
+
+@pytest.mark.parametrize(("strategy", "more", "tolerance"), WITH)
+def test_a_queue_with_an_adapter_or_16_bits_follows_one_process(strategy, more, tolerance, workspace, settings):
+    """In fp32 with the adapter; 16 bits are compared with one process in 32."""
+    overrides = (*settings("llama", QUEUE).overrides, *more)
+    wide = tuple(one for one in overrides if not one.startswith("precision="))
+    one, run = workspace.run(None, 1, *wide), workspace.run(strategy, 2, *overrides)
+    assert one.returncode == run.returncode == 0, run.output
+    assert (run.facts["num_trained_parameters"] < run.facts["num_parameters"]) == (more == ADAPTER)
+    assert max(one.column("loss")[:3]) - min(one.column("loss")) > 5 * tolerance
+    assert largest_relative_difference(run.column("loss"), one.column("loss")) < tolerance
+
+
 @pytest.mark.parametrize("strategy", ["zero3", *long("ddp")])
 def test_the_export_retrieves_what_the_run_says(strategy, workspace, files, settings):
     """Counted here one text at a time, over 21 rows that two ranks shared."""
