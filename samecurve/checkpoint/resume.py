@@ -191,7 +191,7 @@ def state_problems(folder: Path) -> list[str]:
 
 # Recipe keys that may not change. The contents of model and data are compared directly (interfaces/task.py), so
 # their paths may change.
-FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding")
+FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding", "embed.queue")
 UNKNOWN = "unknown then"  # of a key that the checkpoint does not have
 # Recipe keys that change the rows.
 _OF_ROWS = ("data.", "tokenizer.", "batch.sequence_length", "batch.global_batch_size")
@@ -210,7 +210,8 @@ def refusals(saved: dict, now: dict) -> list[str]:
         now: the same facts about the current run.
     """
     recipe_changes = list(_differences(saved["recipe"], now["recipe"]))
-    reasons = [text for key, text in recipe_changes if key in FIXED]
+    # what an older checkpoint does not know had no effect then
+    reasons = [text for key, text in recipe_changes if key in FIXED and not text.startswith(f"{key}: {UNKNOWN}")]
     reasons += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
     of_rows = [text for key, text in recipe_changes if key.startswith(_OF_ROWS) and key not in SILENT]
     for key, text in _differences(saved["data"], now["data"]):

@@ -23,6 +23,7 @@ from pathlib import Path
 from samecurve.cli.commands import Subcommand
 from samecurve.cli.summary import quoted
 from samecurve.config import loader
+from samecurve.config.inheritance import read_value
 from samecurve.config.trainers import files, recipe_text
 from samecurve.config.trainers.translation import Translation, translate
 from samecurve.errors import ConfigurationError
@@ -73,6 +74,7 @@ def adopt_config(arguments: argparse.Namespace) -> int:
     if path.exists():
         raise ConfigurationError(f"{path}: exists already; name another file with --output")
     made = translate(source.trainer, given)
+    _override(made, [str(word) for word in (arguments.path, arguments.recipe, *arguments.overrides) if word])
     recipe_text.settle(made)
     write_text(path, recipe_text.recipe_text(made, f"{arguments.config.name} of {source.trainer.name}"))
     num_translated = len(given) - len(made.no_effect) - len(made.no_equal.keys() & given.keys())
@@ -90,6 +92,17 @@ def adopt_config(arguments: argparse.Namespace) -> int:
     print(f"python -m samecurve inspect {quoted(path)}")
     print(f"python {TRAIN} {quoted(path)}{options}")
     return 2 if problems else 0
+
+
+def _override(made: Translation, words: list[str]) -> None:
+    """Put each key.path=value of the command line into the recipe; what it mends is no longer without an equal."""
+    for word in words:
+        key, equals, text = word.partition("=")
+        value, problems = read_value(text)
+        if not equals or problems:
+            raise ConfigurationError(f"adopt --config: found {word}, expected key.path=value")
+        made.values[key] = value
+        made.no_equal = {name: why for name, why in made.no_equal.items() if not why.startswith(f"{key}: ")}
 
 
 def _reasons(made: Translation) -> list[str]:

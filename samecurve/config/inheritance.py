@@ -114,7 +114,7 @@ def apply_override(document: Document, argument: str) -> None:
         text = f"found {describe(argument)}, expected key.path=value"
         document.problems.append(ConfigProblem(COMMAND_LINE, "", text))
         return
-    parsed, problems = _value(text)
+    parsed, problems = read_value(text)
     if problems:
         document.problems += [ConfigProblem(COMMAND_LINE, dotted, problem) for problem in problems]
         return
@@ -154,7 +154,7 @@ def latest_overrides(overrides: Sequence[str]) -> list[str]:
     return [f"{'.'.join(path)}={text}" for path, text in latest.items()]
 
 
-def _value(text: str) -> tuple[Any, list[str]]:
+def read_value(text: str) -> tuple[Any, list[str]]:
     """Return the value that the text spells, and its problem."""
     document = Document(COMMAND_LINE.file)
     # parse_yaml would make {} of empty text, as of an empty file
@@ -187,7 +187,7 @@ def _has(document: Document, path: KeyPath, depth: int) -> bool:
 
 def _without(text: str, path: KeyPath) -> str:
     """The text of a block without one of its keys."""
-    content, problems = _value(text)
+    content, problems = read_value(text)
     block = content
     for key in path[:-1]:
         block = block.get(key) if isinstance(block, dict) else None

@@ -49,7 +49,7 @@ _FACTS = {
         "seed": int,
         "steps": COUNT,
         "precision": str,
-        "adapter": {"name": (str, None), "rank?": COUNT, "dora?": bool},
+        "adapter": {"name": (str, None), "rank?": COUNT, "dora?": bool, "path?": (str, None)},
         "model": {"path": (str, None)},
         "data": {"path": (str, None), "source?": (str, None), "mixture?": ([{"path": str, "weight": float}], None)},
         "batch": {"global_batch_size": COUNT, "sequence_length": COUNT},
@@ -223,7 +223,9 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
     yield "task", recipe["task"]
     yield "recipe", f"{facts.get('recipe_path', UNKNOWN)} {overrides}".strip()
     base = recipe["model"]["path"]
-    yield "starts from", base or f"random weights ({facts.get('model_type', 'model')})"
+    start = base or f"random weights ({facts.get('model_type', 'model')})"
+    adapter = recipe["adapter"].get("path")
+    yield "starts from", f"{start} with the adapter {adapter}" if adapter else start
     if facts.get("package"):
         yield "trained", facts["package"]
     if facts.get("unproven"):

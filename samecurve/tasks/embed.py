@@ -15,6 +15,7 @@ from samecurve.data import sources, token_store, tokenizer
 from samecurve.data.datasets.retrieval import RetrievalRows
 from samecurve.data.find import find_matches
 from samecurve.data.schemas import retrieval
+from samecurve.errors import ConfigurationError
 from samecurve.interfaces.task import MomentumQueue
 from samecurve.losses import contrastive
 from samecurve.losses.cross_entropy import count_trained
@@ -143,6 +144,7 @@ def load_task(recipe: Recipe) -> EmbedTask:
 
     Raises:
         DataError: for a tokenizer without a padding token; see also `splits.load_splits`.
+        ConfigurationError: for more rows in the queue and a step than there are.
     """
 
     def find_source(data: Data) -> sources.DataSource:
@@ -155,4 +157,12 @@ def load_task(recipe: Recipe) -> EmbedTask:
         return splits.padded_rows(recipe, RetrievalRows, stream, splits.token_id(text_tokenizer, "pad"))
 
     encoder = retrieval.MatchEncoder(text_tokenizer, length, recipe.data.truncation)
-    return EmbedTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows), recipe)
+    task = EmbedTask(text_tokenizer, splits.load_splits(recipe, encoder, find_source, make_rows), recipe)
+    most = len(task.train) - recipe.batch.global_batch_size
+    if recipe.embed.queue > max(most, 0):
+        raise ConfigurationError(
+            f"embed.queue: found {recipe.embed.queue:,}, but of {len(task.train):,} training rows a step has "
+            f"{recipe.batch.global_batch_size:,}: each anchor would meet its own positive among the negatives; "
+            f"set it to {max(most, 0):,} or less"
+        )
+    return task

@@ -182,6 +182,20 @@ def test_of_llama_factory(folder, capsys):
     assert "--strategy ds.json" in printed and "NO EQUAL" not in printed
 
 
+def test_values_of_the_command_line_are_in_the_recipe(folder, capsys):
+    """Also one for a data set that the trainer's table would name, which is not here."""
+    recipe, printed = adopted(LLAMA_FACTORY, "a.yaml", capsys, "optimizer.learning_rate=9e-6", "adapter.rank=3")
+    assert (recipe.optimizer.learning_rate, recipe.adapter.rank) == (9e-6, 3)
+    Path("recipe.yaml").unlink()
+    elsewhere = LLAMA_FACTORY + "\ndataset_dir: elsewhere\n"
+    recipe, printed = adopted(elsewhere, "b.yaml", capsys, "data.path=rows.jsonl")
+    assert recipe.data.path == "rows.jsonl" and "NO EQUAL" not in printed
+    assert commands.main(["adopt", "--config", "b.yaml", "--output", "c.yaml", "rank"]) == 2
+    assert "found rank, expected key.path=value" in capsys.readouterr().err
+    assert commands.main(["adopt", "--config", "b.yaml", "--output", "c.yaml"]) == 2
+    assert f"there is no {Path.cwd() / 'elsewhere' / 'dataset_info.json'}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("keys", "train_on", "packing", "said"),
     [

@@ -83,6 +83,12 @@ def test_another_optimizer_is_refused():
     assert told == ["optimizer.bf16_rounding: stochastic -> kahan"]
 
 
+def test_another_queue_is_refused_unless_the_checkpoint_is_older_than_the_key():
+    before = now(recipe__embed={"queue": 16})
+    assert refusals(before, now(recipe__embed={"queue": 24})) == ["embed.queue: 16 -> 24"]
+    assert refusals(now(recipe__embed={}), now(recipe__embed={"queue": 0})) == []
+
+
 def test_what_may_not_change_is_refused_all_at_once():
     after = now(recipe__seed=1, model__rope__theta=2.0, data__rows="xyz", recipe__steps=30)
     assert refusals(SAVED, after) == [

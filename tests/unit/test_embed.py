@@ -172,7 +172,7 @@ def test_the_tasks_loss_is_that_of_all_rows_with_its_gradient(tmp_path):
 def test_a_row_and_a_queue_have_the_loss_of_moco(tmp_path):
     """Algorithm 1 of arXiv:1911.05722: the positive's key is class 0, before the keys of the queue."""
     task = registry.load_task(
-        made(tmp_path, [{"anchor": "a", "positive": "p"}] * 2, embed={"queue": 5, "temperature": 0.07})
+        made(tmp_path, [{"anchor": "a", "positive": "p"}] * 9, embed={"queue": 5, "temperature": 0.07})
     )
     assert task.momentum_queue == (5, 0.999)
     torch.manual_seed(0)
@@ -186,6 +186,14 @@ def test_a_row_and_a_queue_have_the_loss_of_moco(tmp_path):
     assert found["row_loss"].item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(found["gradient"], torch.cat([query.grad, torch.zeros(6)])[None])
     assert torch.equal(found["queued"], key[None])
+
+
+def test_a_queue_that_would_hold_a_rows_own_positive_is_refused(tmp_path):
+    assert registry.load_task(made(tmp_path, embed={"queue": 2})).momentum_queue
+    with pytest.raises(
+        ConfigurationError, match="embed.queue: found 3, but of 4 training rows a step has 2: .* to 2 or"
+    ):
+        registry.load_task(made(tmp_path, embed={"queue": 3}))
 
 
 @pytest.mark.parametrize(("pooling", "expected"), [("mean", [2.0, 3.0]), ("cls", [1.0, 3.0]), ("last", [3.0, 3.0])])

@@ -159,9 +159,10 @@ SERVED = {
 
 @pytest.mark.parametrize("rank, dora, merged", SERVED)
 def test_how_to_serve(run, rank, dora, merged):
-    adapter = {"name": "lora", "rank": rank, "dora": dora}
+    adapter = {"name": "lora", "rank": rank, "dora": dora, "path": "saves/sft"}
     written(run, facts(recipe={"model": HUB, "adapter": adapter, "task": "sft"}))
     text = model_card(run, ExportInfo(merged=merged, rounding="rounding to bf16 changes x"))
+    assert "| starts from | org/base with the adapter saves/sft |" in text
     assert f"```\n{SERVED[rank, dora, merged]}" in text and "| stored weights | rounding to bf16 changes x |" in text
     written(run, facts(recipe={"task": "classify"}))
     assert "vllm" not in model_card(run, ExportInfo())

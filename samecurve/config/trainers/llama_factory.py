@@ -59,7 +59,8 @@ def data_set(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     path = Path(str(settings.get("dataset_dir", "data")), "dataset_info.json")
     table = read_record(path).value
     if table is None:
-        return NoEqual(f"data.path: {path} is not here, which says where {', '.join(names)} is")
+        known = f"there is no {path.resolve()}, which says where {', '.join(names)} is"
+        return NoEqual(f"data.path: {known}; start adopt where the trainer starts, or with data.path=...")
     if missing := [name for name in names if name not in table]:
         return NoEqual(f"data.path: {path} has no {missing[0]}")
     parts = [source(table[name], path.parent) for name in names]
