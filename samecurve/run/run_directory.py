@@ -38,7 +38,7 @@ RECORDS = ("run.json", STATUS, "metrics.jsonl", "skipped.jsonl", BAD_ROWS, WATCH
 REJECTED = "rejected_model"
 FOLDERS = ("model", REJECTED, "tensorboard", "trackers", "checkpoints", "stacks", "profile")
 OF_ONE_SESSION = ("model", REJECTED, "stacks", "profile", "run.json")  # and status.json, see _move
-MADE_OF_MODEL = ("merged", "model-*")
+MADE_OF_MODEL = ("merged", "merged-*", "model-*")
 # another version may write anything beside; readers get the numbers of it
 METRICS_LINE = {"step": COUNT, "loss?": (float, None), "expert_share?": ([float], None), "*": object}
 SAMPLES = "samples.jsonl"  # texts of evaluate.samples and of `generate`

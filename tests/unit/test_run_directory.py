@@ -211,10 +211,12 @@ def test_a_line_without_the_evaluation_made_later_is_replaced(tmp_path):
 
 def test_what_was_made_of_the_earlier_model_moves_with_it(tmp_path):
     interrupted_run(tmp_path)
-    for name in ("model", "merged", "model-bf16"):
+    for name in ("model", "merged", "model-bf16", "merged-gguf-fp32"):
         (tmp_path / name).mkdir()
     RunDirectory(tmp_path, resume="auto").begin(4, {"step": 4, "loss": 4.0})
-    assert {"model", "merged", "model-bf16"} <= {path.name for path in (tmp_path / "previous" / "1").iterdir()}
+    assert {"model", "merged", "model-bf16", "merged-gguf-fp32"} <= {
+        path.name for path in (tmp_path / "previous" / "1").iterdir()
+    }
     assert not (tmp_path / "merged").exists()
 
 
