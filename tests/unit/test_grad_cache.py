@@ -126,10 +126,10 @@ def test_each_micro_batch_gets_the_context_of_its_own_rows():
             assert features.flatten().tolist() == list(range(1, 10))
             return {"place": features[:, 0], "more": features.repeat(1, 2)}
 
-    cut = [task_contexts(Marking(), marked, rows, rank) for rank in range(2)]
+    cut = [task_contexts(Marking(), lambda: marked, rows, rank) for rank in range(2)]
     assert [[part["place"].tolist() for part in parts] for parts in cut] == [
         [[1, 2], [3, 4], [5]],
         [[6, 7], [8, 9], [0]],
     ]
-    padded = task_contexts(Marking(), marked, rows, rank=1, padded=True)
+    padded = task_contexts(Marking(), lambda: marked, rows, rank=1, padded=True)
     assert [part["more"].tolist() for part in padded] == [[[6, 6], [7, 7]], [[8, 8], [9, 9]], [[0, 0], [0, 0]]]
