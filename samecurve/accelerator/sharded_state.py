@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from samecurve.accelerator.shard_regions import factor_placed, placed
 from samecurve.interfaces.region import Region
 from samecurve.interfaces.sharded_state import FACTOR, WEIGHT, Kinds, Master, ShardRange, Visit
+from samecurve.optim.dtensor import to_local
 
 DeepSpeedParameter = Any
 """An nn.Parameter with the attributes that DeepSpeed adds, e.g. _hp_mapping, or ds_tensor under ZeRO-3."""
@@ -78,20 +78,17 @@ class DTensorShards:
             for shard, key in places:
                 for kind in self.kinds[shard.name]:
                     tensor = parameter.detach() if kind == WEIGHT else state[key or kind]
-                    flat = _flat(tensor)
-                    yield shard, kind, flat
-                    if writing and not tensor.is_contiguous():  # `flat` is a copy, as of weights in channels_last
-                        tensor.copy_(flat.view(tensor.shape))
+                    with _flattened(tensor, writing) as flat:
+                        yield shard, kind, flat
 
     def weights(
         self, names: Container[str] | None = None, writing: bool = False
     ) -> Iterator[tuple[ShardRange, Tensor]]:
         for name, parameter in self._parameters.items():
-            (region, replica), local, flat = self._placed[name], _local(parameter), _flat(parameter)
-            if region.numel and (names is None or name in names):
-                yield ShardRange(name, region, region.split(*replica) if name in self._saved else range(0)), flat
-                if writing and not local.is_contiguous():  # see `visit`
-                    local.copy_(flat.view(local.shape))
+            for shard, key in self._ranges(name):
+                if not key and (names is None or name in names):
+                    with _flattened(parameter.detach(), writing) as flat:
+                        yield shard, flat
 
     def _ranges(self, name: str) -> list[tuple[ShardRange, str]]:
         """List this rank's regions of a parameter and of its factors, each with the factor's key in the optimizer."""
@@ -319,12 +316,17 @@ def _part(weight: Tensor, region: Region) -> Tensor:
     return _flat(weight).narrow(0, region.start, region.numel)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+@contextmanager
+def _flattened(tensor: Tensor, writing: bool) -> Iterator[Tensor]:
+    """Yield the flattened local part of a tensor; if `writing`, changes of it persist."""
+    flat = _flat(tensor)
+    yield flat
+    if writing and not tensor.is_contiguous():  # `flat` is a copy, as of weights in channels_last
+        tensor.copy_(flat.view(tensor.shape))
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return _local(tensor).reshape(-1)
+    return to_local(tensor).detach().reshape(-1)
 
 
 def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:

@@ -211,7 +211,7 @@ def refusals(saved: dict, now: dict) -> list[str]:
     """
     recipe_changes = list(_differences(saved["recipe"], now["recipe"]))
     # what an older checkpoint does not know had no effect then
-    reasons = [text for key, text in recipe_changes if key in FIXED and not text.startswith(f"{key}: {UNKNOWN}")]
+    reasons = [text for key, text in recipe_changes if key in FIXED and UNKNOWN not in text]
     reasons += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
     of_rows = [text for key, text in recipe_changes if key.startswith(_OF_ROWS) and key not in SILENT]
     for key, text in _differences(saved["data"], now["data"]):

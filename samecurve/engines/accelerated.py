@@ -65,11 +65,9 @@ class AcceleratedEngine(ABC):
 
     def _build_forward(self, plan: Plan, **parts: Any) -> Forward:
         """Build the forward passes of the prepared model. `parts`: the other attributes of Forward."""
-        encoder = None
-        if self.task.momentum_queue is not None:  # the weights have their values now
-            width = self.skeleton.config.get_text_config().hidden_size
-            encoder = MomentumEncoder(self.state, self.task.momentum_queue, width, self.mesh, self._reload_weights)
-            self.state = encoder
+        # the weights have their values now
+        encoder = MomentumEncoder.of(self.task, self.state, self.skeleton, self.mesh, self._reload_weights)
+        self.state = encoder or self.state
         buffers = constants(self.skeleton).difference(name for name, _ in self.skeleton.named_parameters())
         self._constants = {name: self.tensors[name].clone() for name in buffers}
         return Forward(

@@ -318,14 +318,14 @@ def task_contexts(
     assert task.context is not None  # only tasks with a cross-batch loss come here
     most, count = most_rows(rows), len(rows[0])
     real = [nth * most + row for nth, size in enumerate(chain(*rows)) for row in range(size)]
-    features, more = compute(), {}
+    features = compute()
     places = torch.tensor(real).to(features.device, non_blocking=True)  # a list as an index would wait for the device
-    if encoder is not None:
+    if encoder is None:
+        context = task.context(features[places])
+    else:
         with encoder.in_place_of_the_weights():
             keys = compute()[places]
-        more = {"keys": keys, "queue": encoder.queue}
-    context = task.context(features[places], **more)
-    if encoder is not None:
+        context = task.context(features[places], keys=keys, queue=encoder.queue)
         encoder.hold(context.pop("queued"))
     by_batch: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for name, value in context.items():

@@ -20,9 +20,11 @@ from samecurve.interfaces.region import Region
 from samecurve.interfaces.sharded_state import AVERAGE, FACTOR, QUEUE, WEIGHT, Kinds, Master, ShardRange, Visit
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from samecurve.accelerator.mesh import Mesh
     from samecurve.interfaces.sharded_state import State
-    from samecurve.interfaces.task import MomentumQueue
+    from samecurve.interfaces.task import MomentumQueue, Task
 
 
 class MomentumEncoder:
@@ -31,7 +33,7 @@ class MomentumEncoder:
     Args:
         state: the engine's, with the weights that training begins with.
         settings: Task.momentum_queue.
-        width: values of an embedding.
+        width: values of an embedding, which are those of the model's hidden states.
         mesh: of all ranks; each keeps the whole queue.
         reload: makes the engine compute with weights that have just been written. Collective.
 
@@ -53,6 +55,14 @@ class MomentumEncoder:
         self._range = ShardRange(QUEUE, region, region.split(mesh.rank, mesh.dims.world_size))
         self._averages = {shard.name: weight.to(torch.float32, copy=True) for shard, weight in state.weights()}
         self.num_bytes = sum(tensor.nbytes for tensor in (self._rows, *self._averages.values()))
+
+    @classmethod
+    def of(
+        cls, task: Task, state: State, skeleton: PreTrainedModel, mesh: Mesh, reload: Callable[[], None]
+    ) -> MomentumEncoder | None:
+        """Build the encoder of a task; None if it has none."""
+        width = skeleton.config.get_text_config().hidden_size
+        return cls(state, task.momentum_queue, width, mesh, reload) if task.momentum_queue else None
 
     @property
     def queue(self) -> Tensor:

@@ -116,11 +116,8 @@ class ScheduledEngine:
         self._first_step = FirstStep(
             plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
         )
-        self._encoder = None
-        if task.momentum_queue is not None:
-            width = skeleton.config.hidden_size
-            self._encoder = MomentumEncoder(self.state, task.momentum_queue, width, self._mesh, lambda: None)
-            self.state = self._encoder
+        self._encoder = MomentumEncoder.of(task, self.state, skeleton, self._mesh, lambda: None)
+        self.state = self._encoder or self.state
         self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
         self._step_loss = StepLoss(self._loss)
         # the last ones are kept, because rows that are grouped by length have many shapes

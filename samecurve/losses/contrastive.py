@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -50,11 +50,7 @@ def info_nce(embeddings: Tensor, temperature: float) -> Tensor:
 
 def info_nce_context(embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Compute the loss of each row, (rows,) as info_nce, and the gradient of their sum, in the embeddings' shape."""
-    with torch.enable_grad():
-        leaf = embeddings.detach().requires_grad_()
-        row_losses = _backward(_losses(leaf[:, 0], _candidates(leaf[:, 1:]), temperature))
-    assert leaf.grad is not None  # every part of the loss went backward
-    return row_losses, leaf.grad
+    return _with_gradient(embeddings, lambda leaf: _losses(leaf[:, 0], _candidates(leaf[:, 1:]), temperature))
 
 
 def momentum_context(anchors: Tensor, keys: Tensor, queue: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -68,11 +64,8 @@ def momentum_context(anchors: Tensor, keys: Tensor, queue: Tensor, temperature: 
     Returns:
         (rows,): loss of each row in nats; (rows, n): the gradient of their sum with respect to the anchors.
     """
-    with torch.enable_grad():
-        leaf = anchors.detach().requires_grad_()
-        row_losses = _backward(_losses(leaf, torch.cat([_candidates(keys), queue]), temperature))
-    assert leaf.grad is not None
-    return row_losses, leaf.grad
+    candidates = torch.cat([_candidates(keys), queue])
+    return _with_gradient(anchors, lambda leaf: _losses(leaf, candidates, temperature))
 
 
 def _candidates(keys: Tensor) -> Tensor:
@@ -80,13 +73,16 @@ def _candidates(keys: Tensor) -> Tensor:
     return keys.transpose(0, 1).flatten(0, 1)
 
 
-def _backward(parts: Iterator[Tensor]) -> Tensor:
-    row_losses = []
-    for losses in parts:
-        # part by part, so that autograd keeps the similarities of one part only
-        losses.sum().backward()
-        row_losses.append(losses.detach())
-    return torch.cat(row_losses)
+def _with_gradient(values: Tensor, losses_of: Callable[[Tensor], Iterator[Tensor]]) -> tuple[Tensor, Tensor]:
+    """Compute the losses of some values, in parts, and the gradient of their sum."""
+    with torch.enable_grad():
+        leaf, row_losses = values.detach().requires_grad_(), []
+        for losses in losses_of(leaf):
+            # part by part, so that autograd keeps the similarities of one part only
+            losses.sum().backward()
+            row_losses.append(losses.detach())
+    assert leaf.grad is not None  # every part of the loss went backward
+    return torch.cat(row_losses), leaf.grad
 
 
 def _losses(anchors: Tensor, candidates: Tensor, temperature: float) -> Iterator[Tensor]:

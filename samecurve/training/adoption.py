@@ -14,9 +14,8 @@ from samecurve.checkpoint.manager import TrainProgress
 from samecurve.data.sampler import Steps
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.engines import factory
-from samecurve.engines.momentum_encoder import AVERAGE
 from samecurve.errors import ConfigurationError
-from samecurve.interfaces.sharded_state import FACTOR, WEIGHT
+from samecurve.interfaces.sharded_state import AVERAGE, FACTOR, WEIGHT
 from samecurve.metrics.console import Progress
 from samecurve.models.lora import NAME, trained_shapes
 from samecurve.optim.parameter_groups import roles_of
