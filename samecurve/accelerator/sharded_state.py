@@ -7,7 +7,7 @@ layout that all strategies can read and write. Only `finish` communicates or gat
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ class DTensorShards:
         replica: (index, count) of this rank among the ranks that hold the same parameters.
         saved: names of the parameters that this rank saves, see Zero12Shards; None: all.
         factors: see optim.factory.factor_shapes.
+        reload: lets the next forward pass read weights that a visit has written. Collective.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class DTensorShards:
         replica: tuple[int, int],
         saved: set[str] | None = None,
         factors: Mapping[tuple[str, str], tuple[int, ...]] | None = None,
+        reload: Callable[[], None] = lambda: None,
     ):
-        self._parameters, self._optimizer, self._replica = parameters, optimizer, replica
+        self._parameters, self._optimizer, self._replica, self._reload = parameters, optimizer, replica, reload
         self.kinds = with_weight(states)
         self._saved = set(parameters) if saved is None else saved
         factors = factors or {}
@@ -105,9 +107,10 @@ class DTensorShards:
 
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer, updates)
+        self.refresh()
 
     def refresh(self) -> None:
-        pass  # the optimizer's weights are those that are computed with
+        self._reload()  # the optimizer's weights are those that are computed with, but for gathered copies
 
     def masters(self) -> Iterator[Master]:
         for name, parameter in self._parameters.items():
@@ -126,13 +129,21 @@ class Zero12Shards:
     """State under ZeRO-1 and 2 and DeepSpeed's bf16 optimizer: fp32 masters in flat groups, sharded over the ranks.
 
     `saved` holds the names that this rank saves. Only one of the two pipeline stages that share a weight saves it.
+    `reload` copies masters that DeepSpeed does not, see DTensorShards.
     """
 
     factors: dict[str, tuple[int, ...]] = {}
     codes: Container[tuple[str, str]] = ()
 
-    def __init__(self, parameters: dict[str, DeepSpeedParameter], optimizer, states: Kinds, saved: set[str]):
-        self._parameters, self._optimizer, self._saved = parameters, optimizer, saved
+    def __init__(
+        self,
+        parameters: dict[str, DeepSpeedParameter],
+        optimizer,
+        states: Kinds,
+        saved: set[str],
+        reload: Callable[[], None] = lambda: None,
+    ):
+        self._parameters, self._optimizer, self._saved, self._reload = parameters, optimizer, saved, reload
         self.kinds = with_weight(states)
 
     def ranges(self) -> list[ShardRange]:
@@ -173,6 +184,7 @@ class Zero12Shards:
 
     def refresh(self) -> None:
         self._optimizer.update_lp_params()
+        self._reload()
 
     def masters(self) -> Iterator[Master]:
         groups = self._optimizer.optimizer.param_groups
@@ -192,28 +204,36 @@ class Zero3Shards:
     """State under ZeRO-3: each rank holds one partition of every parameter, in groups that may be swapped to NVMe.
 
     `optimizer` is a DeepSpeedZeroOptimizer_Stage3; its partitions and its swapping are private attributes.
+    `reload` copies masters that DeepSpeed does not, see DTensorShards.
     """
 
     factors: dict[str, tuple[int, ...]] = {}
     codes: Container[tuple[str, str]] = ()
 
-    def __init__(self, parameters: dict[str, DeepSpeedParameter], optimizer, states: Kinds, rank: int):
-        self._parameters, self._optimizer, self._rank = parameters, optimizer, rank
+    def __init__(
+        self,
+        parameters: dict[str, DeepSpeedParameter],
+        optimizer,
+        states: Kinds,
+        rank: int,
+        reload: Callable[[], None] = lambda: None,
+    ):
+        self._parameters, self._optimizer, self._rank, self._reload = parameters, optimizer, rank, reload
         self.kinds = with_weight(states)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
 
     def ranges(self) -> list[ShardRange]:
-        return [
-            shard for group in self._optimizer.fp16_groups for p in group if (shard := self._range_of(p)) is not None
-        ]
+        return [shard for group in self._optimizer.fp16_groups for shard, _ in self._places(group)]
 
     def visit(self, writing: bool = False) -> Visit:
         for index, group in enumerate(self._optimizer.fp16_groups):
             with self._swapped_in(index, writing) as flat:
                 kinds = self.kinds[self._names[id(group[0])]]  # the same for all parameters of a flat group
                 state = state_of(self._optimizer.optimizer, flat, kinds[1:], create=writing)
-                for parameter in group:
-                    yield from self._visit_one(parameter, flat, state)
+                for shard, start in self._places(group):
+                    for kind in self.kinds[shard.name]:
+                        whole = flat if kind == WEIGHT else state[kind]
+                        yield shard, kind, whole.detach().narrow(0, start, shard.region.numel)
 
     def weights(
         self, names: Container[str] | None = None, writing: bool = False
@@ -222,10 +242,8 @@ class Zero3Shards:
             wanted = [parameter for parameter in group if names is None or self._names[id(parameter)] in names]
             if wanted:
                 with self._swapped_in(index, writing) as flat:
-                    for parameter in wanted:
-                        if (shard := self._range_of(parameter)) is not None:
-                            _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-                            yield shard, flat.detach().narrow(0, offset, shard.region.numel)
+                    for shard, start in self._places(wanted):
+                        yield shard, flat.detach().narrow(0, start, shard.region.numel)
 
     def finish(self, updates: int) -> None:
         set_updates(self._optimizer.optimizer, updates)
@@ -238,6 +256,7 @@ class Zero3Shards:
                 for parameter in group:
                     self._refresh_one(parameter, flat)
         zero.invalidate_secondary_tensor()  # hpZ's second copy, which the next step would gather
+        self._reload()
 
     def _refresh_one(self, parameter: DeepSpeedParameter, flat: Tensor) -> None:
         """Set the working weight to its fp32 master in the group's `flat` weights. Collective."""
@@ -275,31 +294,22 @@ class Zero3Shards:
     def masters(self) -> Iterator[Master]:
         zero = self._optimizer
         for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
-            for parameter in group:
-                shard = self._range_of(parameter)
-                if shard is not None:
-                    _, start, _ = zero.grad_position[zero.get_param_id(parameter)]
-                    working = partial(working_partition, parameter, shard.region)
-                    yield Master(shard.name, flat, start, shard.region.numel, working, tuple(parameter.ds_shape))
+            for shard, start in self._places(group):
+                parameter = self._parameters[shard.name]
+                working = partial(working_partition, parameter, shard.region)
+                yield Master(shard.name, flat, start, shard.region.numel, working, tuple(parameter.ds_shape))
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
-    def _visit_one(self, parameter: DeepSpeedParameter, flat: Tensor, state: dict) -> Visit:
-        shard = self._range_of(parameter)
-        if shard is None:
-            return
-        _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-        for kind in self.kinds[shard.name]:
-            whole = flat if kind == WEIGHT else state[kind]
-            yield shard, kind, whole.detach().narrow(0, offset, shard.region.numel)
-
-    def _range_of(self, parameter: DeepSpeedParameter) -> ShardRange | None:
-        start = self._rank * parameter.partition_numel()
-        stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
-        if stop <= start:
-            return None
-        return ShardRange(self._names[id(parameter)], Region(start, stop - start), range(stop - start))
+    def _places(self, group: Iterable[DeepSpeedParameter]) -> Iterator[tuple[ShardRange, int]]:
+        """Yield this rank's region of each weight that it has a part of, and where it begins in the flat tensor."""
+        for parameter in group:
+            start = self._rank * parameter.partition_numel()
+            stop = min(start + parameter.partition_numel(), parameter.ds_numel)  # the last partition is padded
+            if start < stop:
+                _, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+                yield ShardRange(self._names[id(parameter)], Region(start, stop - start), range(stop - start)), offset
 
 
 def working_partition(parameter: DeepSpeedParameter, region: Region) -> Tensor | None:

@@ -66,7 +66,7 @@ class AcceleratedEngine(ABC):
     def _build_forward(self, plan: Plan, **parts: Any) -> Forward:
         """Build the forward passes of the prepared model. `parts`: the other attributes of Forward."""
         # the weights have their values now
-        encoder = MomentumEncoder.of(self.task, self.state, self.skeleton, self.mesh, self._reload_weights)
+        encoder = MomentumEncoder.of(self.task, self.state, self.skeleton, self.mesh)
         self.state = encoder or self.state
         buffers = constants(self.skeleton).difference(name for name, _ in self.skeleton.named_parameters())
         self._constants = {name: self.tensors[name].clone() for name in buffers}
@@ -146,10 +146,6 @@ class AcceleratedEngine(ABC):
     @abstractmethod
     def _update(self, grad_norm: float) -> bool:
         """Update the weights unless the norm is not finite; return whether they were. Gradients are zero afterwards."""
-
-    @abstractmethod
-    def _reload_weights(self) -> None:
-        """Let the next forward pass read weights that were written into `state`. Collective."""
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self.forward.evaluate(micro_batches)

@@ -8,7 +8,7 @@ Where an offloaded optimizer keeps its weights on a disk, these stay in host mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -35,14 +35,13 @@ class MomentumEncoder:
         settings: Task.momentum_queue.
         width: values of an embedding, which are those of the model's hidden states.
         mesh: of all ranks; each keeps the whole queue.
-        reload: makes the engine compute with weights that have just been written. Collective.
 
     Attributes:
         num_bytes: size of this rank's averages and of the queue.
     """
 
-    def __init__(self, state: State, settings: MomentumQueue, width: int, mesh: Mesh, reload: Callable[[], None]):
-        self._state, self._momentum, self._reload, self._device = state, settings.momentum, reload, mesh.device
+    def __init__(self, state: State, settings: MomentumQueue, width: int, mesh: Mesh):
+        self._state, self._momentum, self._device = state, settings.momentum, mesh.device
         self.kinds: Kinds = {
             name: (*kinds, AVERAGE) if WEIGHT in kinds else kinds for name, kinds in state.kinds.items()
         }
@@ -57,12 +56,10 @@ class MomentumEncoder:
         self.num_bytes = sum(tensor.nbytes for tensor in (self._rows, *self._averages.values()))
 
     @classmethod
-    def of(
-        cls, task: Task, state: State, skeleton: PreTrainedModel, mesh: Mesh, reload: Callable[[], None]
-    ) -> MomentumEncoder | None:
+    def of(cls, task: Task, state: State, skeleton: PreTrainedModel, mesh: Mesh) -> MomentumEncoder | None:
         """Build the encoder of a task; None if it has none."""
         width = skeleton.config.get_text_config().hidden_size
-        return cls(state, task.momentum_queue, width, mesh, reload) if task.momentum_queue else None
+        return cls(state, task.momentum_queue, width, mesh) if task.momentum_queue else None
 
     @property
     def queue(self) -> Tensor:
@@ -74,12 +71,12 @@ class MomentumEncoder:
         """Let the engine compute with the moving averages. Collective."""
         trained = {shard.name: weight.clone() for shard, weight in self._state.weights()}
         self._write(self._averages)
-        self._compute_with_written()
+        self.refresh()
         try:
             yield
         finally:
             self._write(trained)
-        self._compute_with_written()  # not after an error: the other ranks may not come here
+        self.refresh()  # not after an error: the other ranks may not come here
 
     def _write(self, values: dict[str, Tensor]) -> None:
         if self._device.type == "cuda":
@@ -88,10 +85,6 @@ class MomentumEncoder:
         with torch.no_grad():
             for shard, weight in self._state.weights(writing=True):
                 weight.copy_(values[shard.name])
-
-    def _compute_with_written(self) -> None:
-        self._state.refresh()
-        self._reload()
 
     def hold(self, embeddings: Tensor) -> None:
         """Take a step's embeddings, (rows, width), which the queue gets if the step is applied.

@@ -116,7 +116,7 @@ class ScheduledEngine:
         self._first_step = FirstStep(
             plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
         )
-        self._encoder = MomentumEncoder.of(task, self.state, skeleton, self._mesh, lambda: None)
+        self._encoder = MomentumEncoder.of(task, self.state, skeleton, self._mesh)
         self.state = self._encoder or self.state
         self._micro_rows = self.recipe.batch.micro_batches(self.shard[1])
         self._step_loss = StepLoss(self._loss)

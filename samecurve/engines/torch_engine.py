@@ -164,6 +164,7 @@ class TorchEngine(AcceleratedEngine):
             factory.state_names(settings, self.shapes, roles_of(self.skeleton).matrices),
             replica=(self.accelerator.process_index, self.accelerator.num_processes),
             factors=factory.factor_shapes(settings, self.shapes),
+            reload=partial(fsdp.reshard, self.model),
         )
 
     def _write(self, name: str, full: Tensor) -> None:
@@ -183,9 +184,6 @@ class TorchEngine(AcceleratedEngine):
         if (scale := self._loss_scale()) != 1.0:
             trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
             torch._foreach_div_([local_gradient(parameter) for parameter in trained], scale)
-
-    def _reload_weights(self) -> None:
-        fsdp.reshard(self.model)
 
     def _update(self, grad_norm: float) -> bool:
         applied = math.isfinite(grad_norm)

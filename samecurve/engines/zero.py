@@ -114,9 +114,9 @@ class ZeroEngine(AcceleratedEngine):
         self.tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         trained, states = {name: self.tensors[name] for name in self.shapes}, state_names(settings, self.shapes)
         shards = (
-            Zero3Shards(trained, self.model.optimizer, states, self.shard[0])
+            Zero3Shards(trained, self.model.optimizer, states, self.shard[0], self._reload_weights)
             if self.model.zero_optimization_stage() == 3
-            else Zero12Shards(trained, self.model.optimizer, states, saved=set(trained))
+            else Zero12Shards(trained, self.model.optimizer, states, set(trained), self._reload_weights)
         )
         self.state: State = shards
 

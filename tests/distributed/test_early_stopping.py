@@ -15,7 +15,7 @@ PATIENCE = 2
 # a rate at which the loss rises again before the last step
 RISES = ("optimizer.learning_rate=0.02", "schedule.name=constant", "evaluate.every_steps=2", "checkpoint.every_steps=2")
 STOPS = (*RISES, "checkpoint.best=eval_loss", "checkpoint.keep=2", "export.checkpoint=best")
-STOPS = (*STOPS, f"evaluate.patience={PATIENCE}")
+STOPS = (*STOPS, f"evaluate.patience={PATIENCE}", "export.verify=1B")
 
 
 @pytest.fixture(scope="module")
