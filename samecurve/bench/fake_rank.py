@@ -33,8 +33,8 @@ from samecurve.accelerator import fsdp, launch_env
 from samecurve.accelerator.mesh import Mesh
 from samecurve.engines import context_parallel, expert_parallel, start, tensor_parallel
 from samecurve.engines.context_parallel import SequencePart
-from samecurve.engines.scheduled_engine import ScheduledEngine
 from samecurve.engines.torch_engine import TorchEngine
+from samecurve.engines.torch_pipeline import TorchPipelineEngine
 from samecurve.losses.chunked_cross_entropy import TokenSums
 from samecurve.losses.cross_entropy import token_loss_sum
 from samecurve.models import fp32_weights, quantized
@@ -194,7 +194,7 @@ def _announce(
     return chosen.new_zeros(sum(received)), sent, received
 
 
-class FakePipeline(ScheduledEngine):
+class FakePipeline(TorchPipelineEngine):
     """A rank of PyTorch's schedules, without its neighbours. A step has as many micro-batches as the job.
 
     What comes from other ranks are buffers that nobody fills; their shapes are told in advance.

@@ -45,15 +45,15 @@ def build(accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task:
     check_room(plan.strategy, sum(parameter.numel() for parameter in skeleton.parameters()))
     # DeepSpeed takes seconds to import, torch's pipelining a tenth of one; DeepSpeed may be missing under the others
     if plan.strategy.torch_schedule:
-        from samecurve.engines.scheduled_engine import ScheduledEngine
+        from samecurve.engines.torch_pipeline import TorchPipelineEngine
 
-        engine = ScheduledEngine(accelerator, plan, skeleton, task)
+        engine = TorchPipelineEngine(accelerator, plan, skeleton, task)
     elif plan.strategy.backend == "torch":
         engine = TorchEngine(accelerator, plan, skeleton, task)
     elif plan.strategy.schedule:
-        from samecurve.engines.pipeline import PipelineEngine
+        from samecurve.engines.deepspeed_pipeline import DeepSpeedPipelineEngine
 
-        engine = PipelineEngine(accelerator, plan, skeleton, task)
+        engine = DeepSpeedPipelineEngine(accelerator, plan, skeleton, task)
     else:
         from samecurve.engines.zero import ZeroEngine
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from samecurve.accelerator import deepspeed_introspection, fsdp
 from samecurve.engines import context_parallel
-from samecurve.engines.schedule_stages import LocalStages
 from samecurve.engines.start import computes_in_copies
+from samecurve.engines.torch_pipeline_stages import LocalStages
 from samecurve.errors import ConfigurationError
 from samecurve.models import fp32_weights
 from samecurve.models import weights as models

@@ -34,8 +34,8 @@ class TaskSpec:
         by_log_probability: whether the loss needs of the logits only the labels' log-probabilities
             (Task.by_log_probability).
         contrasts_rows: whether the loss of a row depends on the other rows of its batch.
-        pipelined: whether the task can run under DeepSpeed's pipeline (configs/pipeline.yaml).
-        scheduled: whether the task has been compared with one process under PyTorch's pipeline schedules.
+        deepspeed_pipeline: whether the task can run under DeepSpeed's pipeline (configs/pipeline.yaml).
+        torch_pipeline: whether the task has been compared with one process under PyTorch's pipeline schedules.
         undivided: the reason why a row's tokens cannot be divided over ranks; "" where they can.
         chats: whether the data are, or may be, turns of a conversation.
         has_teacher: whether a second model, the frozen teacher, is loaded.
@@ -52,8 +52,8 @@ class TaskSpec:
     by_token: bool = False
     by_log_probability: bool = False
     contrasts_rows: bool = False
-    pipelined: bool = False
-    scheduled: bool = False
+    deepspeed_pipeline: bool = False
+    torch_pipeline: bool = False
     undivided: str = ""
     chats: bool = False
     has_teacher: bool = False
@@ -106,21 +106,21 @@ _OF_PAIRS = ("eval_loss", "eval_accuracy", "eval_margin", "eval_rewards_chosen",
 _PREFERENCES = ("data.chosen_column", "data.rejected_column", *_CHAT)
 
 _BY_NAME = {
-    "pretrain": TaskSpec(BUILTIN, _TEXTS, by_token=True, pipelined=True, scheduled=True),
+    "pretrain": TaskSpec(BUILTIN, _TEXTS, by_token=True, deepspeed_pipeline=True, torch_pipeline=True),
     "continue_pretrain": TaskSpec(
         BUILTIN,
         _TEXTS,
         {"model.path": (None, "starts from a pretrained model; set it to a folder or hub name")},
         by_token=True,
-        pipelined=True,
-        scheduled=True,
+        deepspeed_pipeline=True,
+        torch_pipeline=True,
     ),
     "sft": TaskSpec(
         FUNCTIONS,
         ("data.mixture", *_CONVERSATIONS),
         by_token=True,
-        pipelined=True,
-        scheduled=True,
+        deepspeed_pipeline=True,
+        torch_pipeline=True,
         chats=True,
     ),
     "distill": TaskSpec(
@@ -137,7 +137,7 @@ _BY_NAME = {
             ),
         },
         by_token=True,
-        scheduled=True,
+        torch_pipeline=True,
         chats=True,
         has_teacher=True,
         metrics=("eval_loss", "eval_label_loss", "eval_divergence", "eval_perplexity", "eval_bits_per_byte"),
@@ -156,8 +156,8 @@ _BY_NAME = {
         },
         row="two answers to one prompt",
         by_log_probability=True,
-        pipelined=True,
-        scheduled=True,
+        deepspeed_pipeline=True,
+        torch_pipeline=True,
         chats=True,
         metrics=_OF_PAIRS,
     ),
@@ -165,7 +165,7 @@ _BY_NAME = {
         PREFERENCES,
         (*_PREFERENCES, "tokenizer.pad_token", "reward.center_rewards_coefficient"),
         row="two answers to one prompt",
-        scheduled=True,
+        torch_pipeline=True,
         chats=True,
         auto_class="AutoModelForSequenceClassification",
         hub_tag="text-classification",
@@ -179,7 +179,7 @@ _BY_NAME = {
             *("data.truncation", "tokenizer.pad_token", "classify.problem_type"),
         ),
         row="one text",
-        scheduled=True,
+        torch_pipeline=True,
         auto_class="AutoModelForSequenceClassification",
         hub_tag="text-classification",
         predicts="'a text'",
@@ -230,7 +230,7 @@ _BY_NAME = {
         },
         row="texts that are read by themselves",
         contrasts_rows=True,
-        scheduled=True,
+        torch_pipeline=True,
         auto_class="AutoModel",
         hub_tag="sentence-similarity",
         predicts="'a text' 'another text'",

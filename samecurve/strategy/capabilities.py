@@ -44,26 +44,24 @@ CONTEXT = Mode("context parallelism", lambda strategy: strategy.dims.cp > 1)
 GATHERED = Mode("context parallelism by all-gather", lambda s: s.context_parallel == "allgather", within=CONTEXT)
 RING = Mode("context parallelism by a ring", lambda strategy: strategy.context_parallel == "ring", within=CONTEXT)
 EXPERT = Mode("expert parallelism", lambda strategy: strategy.dims.ep > 1)
-SCHEDULED = Mode("a pipeline schedule", lambda strategy: strategy.torch_schedule is not None, "another strategy")
+TORCH_PIPELINE = Mode("PyTorch's pipeline", lambda strategy: strategy.torch_schedule is not None, "another strategy")
 ZERO_BUBBLE = Mode(
-    "a zero-bubble schedule", lambda s: s.torch_schedule is not None and s.torch_schedule.folded, within=SCHEDULED
+    "a zero-bubble schedule", lambda s: s.torch_schedule is not None and s.torch_schedule.folded, within=TORCH_PIPELINE
 )
 WHOLE_BACKWARD = Mode(
-    "any other pipeline schedule",
+    "any other schedule of PyTorch's pipeline",
     lambda s: s.torch_schedule is not None and not s.torch_schedule.folded,
-    within=SCHEDULED,
+    within=TORCH_PIPELINE,
 )
-CUT_STAGES = Mode("tensor-parallel stages", lambda s: SCHEDULED.applies(s) and s.dims.tp > 1, within=SCHEDULED)
+CUT_STAGES = Mode(
+    "tensor-parallel stages", lambda s: TORCH_PIPELINE.applies(s) and s.dims.tp > 1, within=TORCH_PIPELINE
+)
 DEEPSPEED_PIPELINE = Mode("DeepSpeed's pipeline", lambda strategy: strategy.schedule == "deepspeed")
 ZERO_3 = Mode("ZeRO-3", lambda strategy: strategy.sharding == "zero3")
 ZERO_2 = Mode("ZeRO-2", lambda strategy: strategy.sharding == "zero2")
 FSDP = Mode("FSDP", lambda strategy: strategy.shards_model)
-DEEPSPEED = Mode(
-    "DeepSpeed without offload", lambda strategy: strategy.backend == "deepspeed" and not strategy.offloads_optimizer
-)
-DEEPSPEED_OFFLOAD = Mode(
-    "DeepSpeed with offload", lambda strategy: strategy.backend == "deepspeed" and strategy.offloads_optimizer
-)
+DEEPSPEED = Mode("DeepSpeed without offload", lambda s: s.backend == "deepspeed" and not s.offloads_optimizer)
+DEEPSPEED_OFFLOAD = Mode("DeepSpeed with offload", lambda s: s.backend == "deepspeed" and s.offloads_optimizer)
 NVME = Mode("ZeRO-3 with weights on NVMe", lambda strategy: "param:nvme" in strategy.offload)
 FSDP_OFFLOAD = Mode("FSDP with offload", lambda strategy: FSDP.applies(strategy) and strategy.offloads_optimizer)
 
@@ -150,7 +148,7 @@ CELLS = (
         "task",
         {
             TENSOR: f"no encoder family has a tensor-parallel plan in {dated('transformers')}",
-            SCHEDULED: "only decoders can be split into stages, and its model is an encoder",
+            TORCH_PIPELINE: "only decoders can be split into stages, and its model is an encoder",
         },
         _tasks(lambda spec: not spec.fills_masks),
     ),
@@ -161,37 +159,37 @@ CELLS = (
     ),
     Cell(
         "task",
-        _untested("classification of tokens", TENSOR, CONTEXT, EXPERT, SCHEDULED),
+        _untested("classification of tokens", TENSOR, CONTEXT, EXPERT, TORCH_PIPELINE),
         refused=_tasks(lambda spec: spec.auto_class == "AutoModelForTokenClassification"),
         fix="use configs/fsdp.yaml",
     ),
     Cell(
         "task",
         {CUT_STAGES: f"{_IN_CHUNKS} the teacher's whole logits"},
-        refused=_tasks(lambda spec: spec.scheduled and spec.has_teacher),
+        refused=_tasks(lambda spec: spec.torch_pipeline and spec.has_teacher),
         fix=_ONE_STAGE,
     ),
     Cell(
         "task",
         {CUT_STAGES: f"{_IN_CHUNKS} whole rows"},
-        refused=_tasks(lambda spec: spec.scheduled and not spec.has_teacher and not spec.takes_chunks),
+        refused=_tasks(lambda spec: spec.torch_pipeline and not spec.has_teacher and not spec.takes_chunks),
         fix=_ONE_STAGE,
     ),
     Cell(
         "task",
         {DEEPSPEED_PIPELINE: "a pipeline cannot run a teacher model"},
-        refused=_tasks(lambda spec: not spec.pipelined and spec.has_teacher),
+        refused=_tasks(lambda spec: not spec.deepspeed_pipeline and spec.has_teacher),
         fix=_ANOTHER,
     ),
     Cell(
         "task",
         {DEEPSPEED_PIPELINE: "a pipeline supports causal language models only"},
-        refused=_tasks(lambda spec: not spec.pipelined and not spec.has_teacher),
+        refused=_tasks(lambda spec: not spec.deepspeed_pipeline and not spec.has_teacher),
         fix=_ANOTHER,
     ),
     Cell(
         "task",
-        _untested("a task of your own", TENSOR, CONTEXT, EXPERT, SCHEDULED, DEEPSPEED_PIPELINE),
+        _untested("a task of your own", TENSOR, CONTEXT, EXPERT, TORCH_PIPELINE, DEEPSPEED_PIPELINE),
         refused=(OWN,),
         fix=_PLAIN,
     ),
@@ -199,7 +197,7 @@ CELLS = (
     Cell(
         "precision",
         {
-            **_untested("fp16's loss scale", TENSOR, CONTEXT, SCHEDULED),
+            **_untested("fp16's loss scale", TENSOR, CONTEXT, TORCH_PIPELINE),
             EXPERT: f"in fp16, FSDP2 of {dated('torch')} divides the gradients of unsharded experts once too often",
         },
         ("fp32", "bf16"),
@@ -210,7 +208,7 @@ CELLS = (
             TENSOR: "torchao replaces the linear layers that tensor parallelism splits",
             **_untested("fp8", CONTEXT),
             EXPERT: "torchao replaces linear layers only, and experts are none",
-            **_untested("a layer of torchao", SCHEDULED),
+            **_untested("a layer of torchao", TORCH_PIPELINE),
         },
         ("off",),
     ),
@@ -225,7 +223,10 @@ CELLS = (
     ),
     # adapters
     Cell("adapter.dora", {TENSOR: "DoRA's norms need whole rows of weights that are split across ranks"}, (False,)),
-    *(Cell(key, _untested("it", TENSOR, CONTEXT, SCHEDULED, DEEPSPEED_PIPELINE), (None,)) for key in _BESIDE_LINEAR),
+    *(
+        Cell(key, _untested("it", TENSOR, CONTEXT, TORCH_PIPELINE, DEEPSPEED_PIPELINE), (None,))
+        for key in _BESIDE_LINEAR
+    ),
     Cell("adapter.modules_to_save", _untested("it", EXPERT), (None,)),
     Cell("adapter.target_parameters", {EXPERT: "the experts' columns are interleaved in peft's B matrices"}, (None,)),
     Cell(
@@ -233,7 +234,7 @@ CELLS = (
         {
             TENSOR: "tensor parallelism splits linear layers of floating-point weights only",
             NVME: "DeepSpeed reads weights from a disk into buffers of the model's own dtype, and these are integers",
-            **_untested("a quantized layer", EXPERT, SCHEDULED, DEEPSPEED_PIPELINE, FSDP_OFFLOAD),
+            **_untested("a quantized layer", EXPERT, TORCH_PIPELINE, DEEPSPEED_PIPELINE, FSDP_OFFLOAD),
         },
         refused=("4bit", "8bit", "torchao_int8"),
         fix="use configs/fsdp.yaml or configs/zero3.yaml, or null",
@@ -253,11 +254,11 @@ CELLS = (
         refused=("adamw_bf16",),
         fix="use configs/fsdp.yaml or configs/ddp.yaml, or adamw",
     ),
-    Cell("optimizer.name", _untested("it", SCHEDULED), ("adamw", "lion", "sgd")),
+    Cell("optimizer.name", _untested("it", TORCH_PIPELINE), ("adamw", "lion", "sgd")),
     Cell(
         "optimizer.name",
         {
-            **_untested("an optimizer of your own", TENSOR, CONTEXT, EXPERT, SCHEDULED, FSDP_OFFLOAD),
+            **_untested("an optimizer of your own", TENSOR, CONTEXT, EXPERT, TORCH_PIPELINE, FSDP_OFFLOAD),
             DEEPSPEED_OFFLOAD: "DeepSpeed updates an offloaded optimizer with its own CPU Adam, whatever is configured",
         },
         refused=(OWN,),
@@ -272,7 +273,7 @@ CELLS = (
     # the model and its loss
     Cell(
         "model.kernels",
-        {TENSOR: "Liger's kernels read whole weights", **_untested("a Liger kernel", CONTEXT, EXPERT, SCHEDULED)},
+        {TENSOR: "Liger's kernels read whole weights", **_untested("a Liger kernel", CONTEXT, EXPERT, TORCH_PIPELINE)},
         ("torch",),
     ),
     Cell(
@@ -300,7 +301,7 @@ CELLS = (
         {TENSOR: "Liger's kernel reads the whole output head", **_untested("Liger's kernel", CONTEXT, EXPERT)},
         ("auto", "full", "chunked"),
     ),
-    Cell("loss.implementation", _untested("Liger's kernel", SCHEDULED), ("auto", "chunked", "full")),
+    Cell("loss.implementation", _untested("Liger's kernel", TORCH_PIPELINE), ("auto", "chunked", "full")),
     Cell(
         "loss.implementation",
         {CUT_STAGES: "no rank of the last stage has whole logits"},
@@ -309,7 +310,7 @@ CELLS = (
     ),
     Cell(
         "loss.implementation",
-        {SCHEDULED: "the last stage needs the teacher's whole logits"},
+        {TORCH_PIPELINE: "the last stage needs the teacher's whole logits"},
         refused=("chunked",),
         fix="use auto or full, or another strategy",
         tasks=_tasks(lambda spec: spec.has_teacher),
@@ -365,19 +366,16 @@ CELLS = (
     ),
     Cell(
         "memory.activation_checkpointing",
-        _untested("this kind of recomputation", SCHEDULED),
+        _untested("this kind of recomputation", TORCH_PIPELINE),
         ("none", "full", "selective", "every_n_layers"),
     ),
     Cell(
         "memory.activation_checkpointing",
-        {
-            ZERO_BUBBLE: f"{dated('torch')} cannot cut the backward pass of a layer that is recomputed in part "
-            "(zero bubble)"
-        },
+        {ZERO_BUBBLE: f"{dated('torch')} cannot cut the backward pass of a layer recomputed in part (zero bubble)"},
         refused=("selective",),
         fix="use full or none, or configs/pipeline.yaml",
     ),
-    Cell("memory.gradient_sync", _untested("the key", TENSOR, EXPERT, SCHEDULED), ("auto",)),
+    Cell("memory.gradient_sync", _untested("the key", TENSOR, EXPERT, TORCH_PIPELINE), ("auto",)),
     Cell(
         "memory.gradient_sync",
         {ZERO_2: "ZeRO-2 reduces gradients as they are made", ZERO_3: "ZeRO-3 reduces gradients as they are made"},
@@ -393,7 +391,7 @@ CELLS = (
     ),
     Cell(
         "numerics.compare_replicas_every_steps",
-        {SCHEDULED: "replicas of a stage cannot be compared under a pipeline schedule yet"},
+        {TORCH_PIPELINE: "replicas of a stage cannot be compared under PyTorch's pipeline yet"},
         (0,),
     ),
 )

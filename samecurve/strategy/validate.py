@@ -15,7 +15,7 @@ from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.data_names import WIDTH_MULTIPLE
 from samecurve.strategy import capabilities, validate_deepspeed
 from samecurve.strategy.accelerate_keys import ACCELERATE, NoEffect, Rejected, Table, ValueRule
-from samecurve.strategy.capabilities import CONTEXT, EXPERT, SCHEDULED, TENSOR, Mode
+from samecurve.strategy.capabilities import CONTEXT, EXPERT, TENSOR, TORCH_PIPELINE, Mode
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
 from samecurve.strategy.recipe_values import conflicts
 from samecurve.strategy.timetables import SCHEDULES, micro_batch_rule
@@ -235,13 +235,16 @@ _CONFLICTS: dict[Mode, dict[str, tuple[str, str]]] = {
     EXPERT: dict.fromkeys(
         ("dp_replicate_size", "cp_size", "sp_size", _CUTS_SEQUENCE), (_ONE_OF_TWO, "remove one of the two")
     ),
-    SCHEDULED: {
+    TORCH_PIPELINE: {
         **dict.fromkeys(
             ("dp_replicate_size", "dp_shard_size"),
-            (f"it {SCHEDULED.untested}", "remove it, since shards take all other processes"),
+            (f"it {TORCH_PIPELINE.untested}", "remove it, since shards take all other processes"),
         ),
-        **dict.fromkeys(("cp_size", "sp_size", "ep_size"), (f"it {SCHEDULED.untested}", "remove it")),
-        _CUTS_SEQUENCE: (f"stages would pass on parts of the sequence, which {SCHEDULED.untested}", "set it to false"),
+        **dict.fromkeys(("cp_size", "sp_size", "ep_size"), (f"it {TORCH_PIPELINE.untested}", "remove it")),
+        _CUTS_SEQUENCE: (
+            f"stages would pass on parts of the sequence, which {TORCH_PIPELINE.untested}",
+            "set it to false",
+        ),
     },
 }
 _FSDP_IN_STAGES = ("fsdp_version", "fsdp_cpu_ram_efficient_loading")
@@ -259,7 +262,7 @@ def check_parallelism(document: Document) -> None:
         text = f"found true, but offload {modes[0].untested}; set it to false"
         document.problem(("fsdp_config", "fsdp_offload_params"), text)
     if values.get("pp_size") is not None or values.get("pp_schedule") is not None:
-        modes.append(SCHEDULED)
+        modes.append(TORCH_PIPELINE)
         _schedule(document, values)
     for mode in modes:
         for key, (why, fix) in _CONFLICTS[mode].items():
@@ -304,10 +307,12 @@ def _schedule(document: Document, values: dict[str, Any]) -> None:
         document.problem((_BLOCK, size_key), f"{text}; start from configs/pipeline_1f1b.yaml")
     cut = values.get("tp_size")
     if cut not in (None, 1) and schedule in SCHEDULES and schedule not in _CUT:
-        text = f"found {schedule}, but with tensor-parallel stages ({_BLOCK}_tp_size: {cut}) it {SCHEDULED.untested}"
+        text = (
+            f"found {schedule}, but with tensor-parallel stages ({_BLOCK}_tp_size: {cut}) it {TORCH_PIPELINE.untested}"
+        )
         document.problem((_BLOCK, schedule_key), f"{text}; use {' or '.join(_CUT)}")
     block = document.get("fsdp_config")
     for key in block if kind == "FSDP" and isinstance(block, dict) else ():
         if key not in _FSDP_IN_STAGES:
             text = "FSDP inside pipeline stages gathers a layer once per step, and another setting"
-            document.problem(("fsdp_config", key), f"{text} {SCHEDULED.untested}; remove it")
+            document.problem(("fsdp_config", key), f"{text} {TORCH_PIPELINE.untested}; remove it")

@@ -25,7 +25,7 @@ from samecurve.strategy.capabilities import (
     EXPERT,
     FSDP,
     KEYS,
-    SCHEDULED,
+    TORCH_PIPELINE,
     TENSOR,
     WHOLE_BACKWARD,
     ZERO_2,
@@ -39,35 +39,35 @@ _BY_TASK = "test_preference_tasks test_encoder_tasks test_embed_task test_distil
 # By key: tests in tests/distributed that compare its allowed values with one process, and the modes in which they do.
 PROOFS: dict[str, dict[str, tuple[Mode, ...]]] = {
     "task": {
-        _BY_TASK: (TENSOR, CONTEXT, SCHEDULED),
+        _BY_TASK: (TENSOR, CONTEXT, TORCH_PIPELINE),
         "test_sft test_continue_pretrain test_preference_tasks": (DEEPSPEED_PIPELINE,),
         "test_expert_parallel test_expert_parallel_tasks": (EXPERT,),
     },
     "precision": {
-        "test_equal_curves": (TENSOR, CONTEXT, SCHEDULED, FSDP),
+        "test_equal_curves": (TENSOR, CONTEXT, TORCH_PIPELINE, FSDP),
         "test_expert_parallel": (EXPERT,),
         "test_fp16": (FSDP,),
     },
     "fp8": {"test_fp8_curves": (FSDP, ZERO_2, DEEPSPEED_PIPELINE)},
-    "adapter.name": {"test_lora": (TENSOR, CONTEXT, SCHEDULED), "test_expert_parallel_tasks": (EXPERT,)},
-    "adapter.dora": {"test_lora": (CONTEXT, SCHEDULED), "test_expert_parallel_tasks": (EXPERT,)},
+    "adapter.name": {"test_lora": (TENSOR, CONTEXT, TORCH_PIPELINE), "test_expert_parallel_tasks": (EXPERT,)},
+    "adapter.dora": {"test_lora": (CONTEXT, TORCH_PIPELINE), "test_expert_parallel_tasks": (EXPERT,)},
     "adapter.quantization": {"test_qlora": (CONTEXT, FSDP, ZERO_2, ZERO_3)},
     "optimizer.name": {
-        "test_optimizer_curves": (TENSOR, CONTEXT, SCHEDULED, FSDP, DEEPSPEED),
+        "test_optimizer_curves": (TENSOR, CONTEXT, TORCH_PIPELINE, FSDP, DEEPSPEED),
         "test_expert_parallel": (EXPERT,),
         "test_own_code_curves": (FSDP, DEEPSPEED),
     },
     "model.kernels": {"test_kernels_curves": (FSDP, ZERO_2, ZERO_3, DEEPSPEED_PIPELINE)},
     "model.attention": {
         "test_context_parallel": (CONTEXT,),
-        "test_pipeline_schedules": (SCHEDULED,),
+        "test_pipeline_schedules": (TORCH_PIPELINE,),
         "test_dropout_curves": (TENSOR,),
     },
     "loss.implementation": {
         "test_tensor_parallel": (TENSOR,),
         "test_context_parallel": (CONTEXT,),
         "test_expert_parallel": (EXPERT,),
-        "test_pipeline_schedules": (SCHEDULED,),
+        "test_pipeline_schedules": (TORCH_PIPELINE,),
         "test_equal_curves": (DEEPSPEED_PIPELINE,),
     },
     "compile": {
@@ -79,7 +79,7 @@ PROOFS: dict[str, dict[str, tuple[Mode, ...]]] = {
         "test_step_options": (TENSOR, FSDP, ZERO_2, ZERO_3, DEEPSPEED_PIPELINE),
         "test_context_parallel": (CONTEXT,),
         "test_expert_parallel": (EXPERT,),
-        "test_pipeline_schedules": (SCHEDULED,),
+        "test_pipeline_schedules": (TORCH_PIPELINE,),
     },
     "memory.gradient_sync": {"test_context_parallel": (CONTEXT,)},
 }
@@ -90,7 +90,7 @@ UNPROVEN: dict[tuple[str, Mode], tuple[Any, ...]] = {
     ("adapter.quantization", CONTEXT): ("8bit", "torchao_int8"),
     ("adapter.quantization", ZERO_2): ("8bit", "torchao_int8"),
     ("model.attention", TENSOR): ("varlen", *_ON_A_GPU),
-    ("model.attention", SCHEDULED): ("eager", *_ON_A_GPU),
+    ("model.attention", TORCH_PIPELINE): ("eager", *_ON_A_GPU),
     ("memory.activation_checkpointing", ZERO_BUBBLE): ("every_n_layers",),
     ("memory.activation_checkpointing", CUT_STAGES): ("selective", "every_n_layers"),
 }

@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def type_of_engine(plan) -> str:
-    name = {"pipeline": "pipeline", "zero": "zero", "schedule": "scheduled_engine"}.get(
+    name = {"pipeline": "deepspeed_pipeline", "zero": "zero", "schedule": "torch_pipeline"}.get(
         plan.strategy.family, "torch_engine"
     )
     __import__(f"samecurve.engines.{name}")

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from samecurve.accelerator import accelerator as methods
 from samecurve.accelerator import gradient_norm
 from samecurve.data.batches import StepBatches
-from samecurve.engines import factory, scheduled_engine, tensor_parallel, torch_engine
+from samecurve.engines import factory, tensor_parallel, torch_engine, torch_pipeline
 from samecurve.engines.first_step import FirstStep
-from samecurve.engines.schedule_stages import LocalStages
-from samecurve.engines.scheduled_engine import ScheduledEngine
+from samecurve.engines.torch_pipeline import TorchPipelineEngine
+from samecurve.engines.torch_pipeline_stages import LocalStages
 from samecurve.models.attention import context
 from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
@@ -65,7 +65,7 @@ def _without_gradients_of_others(keys: torch.Tensor, dim: int, group) -> torch.T
     return torch.cat(parts, dim)
 
 
-def _squares_of_own_stages(engine: ScheduledEngine, values: torch.Tensor) -> tuple[float, ...]:
+def _squares_of_own_stages(engine: TorchPipelineEngine, values: torch.Tensor) -> tuple[float, ...]:
     mesh, others = engine._mesh, [name for name in DIMENSIONS if name != "pp"]
     return (*mesh.sum(values[:2], over=(*others,)), *mesh.sum(values[2:], over=DIMENSIONS))
 
@@ -87,14 +87,14 @@ ERRORS = {
     "none": [],
     "gradients stay where PyTorch left them": [
         (methods, "place_gradients", _nothing),
-        (scheduled_engine, "place_gradients", _nothing),
+        (torch_pipeline, "place_gradients", _nothing),
     ],
     "each rank's copy counts": [
-        (module, "num_copies", _one_copy) for module in (gradient_norm, torch_engine, scheduled_engine)
+        (module, "num_copies", _one_copy) for module in (gradient_norm, torch_engine, torch_pipeline)
     ],
     "a tied weight counts on both stages": [(LocalStages, "trained", _all_counted)],
     "a norm's gradient is of the rank's tokens": [(tensor_parallel, "sum_gradients", _nothing)],
-    "the norm is of the rank's stages": [(ScheduledEngine, "_total", _squares_of_own_stages), _FOUND_AT_ONCE],
+    "the norm is of the rank's stages": [(TorchPipelineEngine, "_total", _squares_of_own_stages), _FOUND_AT_ONCE],
     "the norm is of a part's shards": [
         (gradient_norm, "DIMENSIONS", tuple(name for name in DIMENSIONS if name != "cp")),
         _FOUND_AT_ONCE,

@@ -224,7 +224,7 @@ CASES = [
     ("pp and fsdp and tp on 6", *use("configs/pp_fsdp_tp.yaml", {**T, "WORLD_SIZE": "6"}, {"configs/pp_fsdp_tp.yaml": PP_FSDP_TP}),
      [("configs/pp_fsdp_tp.yaml:7", "parallelism_config.parallelism_config_tp_size", "2", "6 processes", "2 stages of a multiple of 2", "multiple of 4")], 6),
     ("pp and fsdp and cp", *use("configs/pp_fsdp_tp.yaml", EIGHT, {"configs/pp_fsdp_tp.yaml": PP_FSDP_TP + "  parallelism_config_cp_size: 2\n"}),
-     [("configs/pp_fsdp_tp.yaml:10", "parallelism_config.parallelism_config_cp_size", "2", "compared", "pipeline schedule", "remove")]),
+     [("configs/pp_fsdp_tp.yaml:10", "parallelism_config.parallelism_config_cp_size", "2", "compared", "PyTorch's pipeline", "remove")]),
     ("tp and cp on 6", *use("configs/fsdp_tp_cp.yaml", {**T, "WORLD_SIZE": "6"}, {"configs/fsdp_tp_cp.yaml": FSDP_TP_CP}),
      [("configs/fsdp_tp_cp.yaml:8", "parallelism_config.parallelism_config_cp_size", "2", "6 processes", "groups of 2", "multiple of 4")], 6),
     ("tp and cp: sequence", *use("configs/fsdp_tp_cp.yaml", FOUR, {"configs/fsdp_tp_cp.yaml": FSDP_TP_CP + "  parallelism_config_tp_sequence_parallel: true\n"}),

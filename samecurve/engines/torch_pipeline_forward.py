@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
     from samecurve.accelerator.mesh import Mesh
     from samecurve.data.micro_batch import Counts, MicroBatch
-    from samecurve.engines.schedule_stages import HeadChunks, LocalStages
     from samecurve.engines.teacher import StagedTeacher
+    from samecurve.engines.torch_pipeline_stages import HeadChunks, LocalStages
     from samecurve.interfaces.task import Task
     from samecurve.models.dropout import DropoutKeys
 
 
 @dataclass
-class ScheduleForward:
+class TorchPipelineForward:
     """Forward passes of this rank's stages. Every method but `targets` is collective.
 
     Attributes:

@@ -21,17 +21,17 @@ from samecurve.accelerator import fsdp
 from samecurve.accelerator.gradient_norm import num_copies, place_gradients, squares_share
 from samecurve.accelerator.mesh import describe_live_mesh
 from samecurve.accelerator.sharded_state import DTensorShards
-from samecurve.engines import schedule_stages, tensor_parallel
+from samecurve.engines import tensor_parallel, torch_pipeline_stages
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import evaluation_sums, measure_of, most_rows, task_contexts
 from samecurve.engines.loss_implementation import last_stage_takes_chunks
 from samecurve.engines.memory_usage import memory_usage
 from samecurve.engines.momentum_encoder import MomentumEncoder
-from samecurve.engines.schedule_forward import ScheduleForward
-from samecurve.engines.schedule_stages import HeadChunks, LocalStages
 from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
 from samecurve.engines.teacher import StagedTeacher
+from samecurve.engines.torch_pipeline_forward import TorchPipelineForward
+from samecurve.engines.torch_pipeline_stages import HeadChunks, LocalStages
 from samecurve.interfaces.engine import EngineDescription, EvalResult, MemoryUsage, StepResult, dtype_name
 from samecurve.interfaces.sharded_state import State
 from samecurve.models import compilation, dropout
@@ -90,7 +90,7 @@ class StepLoss:
         return loss * weight
 
 
-class ScheduledEngine:
+class TorchPipelineEngine:
     """Implementation of interfaces.engine.Engine. `skeleton` is the model on the meta device and stays there."""
 
     loss_scale_state: dict = {}
@@ -99,7 +99,7 @@ class ScheduledEngine:
         self._assemble(accelerator, plan, skeleton, task)
         self.state = self._build_state()
         stages, dims = self._stages, self._mesh.dims
-        self._forward = ScheduleForward(
+        self._forward = TorchPipelineForward(
             stages,
             self._module,
             self._mesh,
@@ -254,7 +254,7 @@ class ScheduledEngine:
             Loss and statistics, see Task.step_loss, summed over the micro-batches: fp64, 0 without the last stage.
         """
         stages = self._stages
-        input_ids, position_ids = map(torch.cat, zip(*map(schedule_stages.inputs, rows), strict=True))
+        input_ids, position_ids = map(torch.cat, zip(*map(torch_pipeline_stages.inputs, rows), strict=True))
         inputs = (input_ids,) if stages.has_first else ()
         last = {"target": torch.arange(len(rows))} if stages.has_last else {}
         names = ("labels", "weights") if self._chunks else ()

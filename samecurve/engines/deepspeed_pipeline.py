@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from samecurve.accelerator import deepspeed_introspection
 from samecurve.accelerator.sharded_state import DeepSpeedParameter, DTensorShards, Zero12Shards
+from samecurve.engines.deepspeed_stage import build_stage
 from samecurve.engines.first_step import FirstStep
 from samecurve.engines.forward import at_positions, evaluation_sums, most_rows, task_contexts
 from samecurve.engines.memory_usage import memory_usage
-from samecurve.engines.pipeline_stage import build_stage
 from samecurve.engines.stage_weights import on_rank_0
 from samecurve.engines.step_sums import step_result
 from samecurve.errors import ConfigurationError
@@ -48,12 +48,12 @@ from samecurve.strategy.plan import resolve_auto
 if TYPE_CHECKING:
     from samecurve.accelerator.accelerator import Accelerator
     from samecurve.data.micro_batch import MicroBatch
-    from samecurve.engines.pipeline_stage import StageModule
+    from samecurve.engines.deepspeed_stage import StageModule
     from samecurve.interfaces.task import Task
     from samecurve.strategy.plan import Plan
 
 
-class PipelineEngine:
+class DeepSpeedPipelineEngine:
     """Implementation of interfaces.engine.Engine. `skeleton` is the model on the meta device and stays there."""
 
     def __init__(self, accelerator: Accelerator, plan: Plan, skeleton: PreTrainedModel, task: Task):
