@@ -1,44 +1,68 @@
-"""Write docs/full_run.md: what passed, failed and was skipped when all tests ran, a part of them at a time.
+"""Write docs/full_run.md: what passed, failed and was skipped when all tests ran, however many pieces it took.
 
-    bash scripts/test.sh --full --shard 2/4 -rfEs > shard2.log
-    python scripts/full_run.py 2/4 shard2.log COMMIT
+    bash scripts/test.sh --full --results=benchmarks/full_run.jsonl
+    python scripts/full_run.py
 
-The result of each part is kept in benchmarks/full_run.json, from which the page is written. COMMIT is what was tested.
-Who mends a failure runs the test again and adds the commit there, under "mended": {TEST: COMMIT}; what else is known of
-one goes under "remarks": {TEST: TEXT}, and what is to be said of a whole part under "note".
-Run it on the machine that ran the tests: hardware and versions are this machine's.
+The first command goes on where it was ended, and repeats what failed; remove the file first to begin anew. What is
+known of a failure goes into the file as a line of its own: {"test": TEST, "remark": TEXT}.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from datetime import date
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.full_run.log import parse  # noqa: E402
-from benchmarks.full_run.page import page  # noqa: E402
-from benchmarks.machine import description  # noqa: E402
+from benchmarks.markdown import table  # noqa: E402
 
-RESULTS, PAGE = ROOT / "benchmarks" / "full_run.json", ROOT / "docs" / "full_run.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "full_run.jsonl", ROOT / "docs" / "full_run.md"
+
+
+def page(records: list[dict]) -> str:
+    """The page, from the lines that `pytest --results` has written: starts, outcomes and remarks."""
+    starts = {record["run"]: record for record in records if "commit" in record}
+    outcomes = [record for record in records if "outcome" in record]
+    newest = {record["test"]: record for record in outcomes}
+    by_commit: dict[str, list[dict]] = {}
+    for record in newest.values():
+        by_commit.setdefault(starts[record["run"]]["commit"], []).append(record)
+    rows = []
+    for commit, tests in by_commit.items():
+        counts = Counter(record["outcome"] for record in tests)
+        dates = sorted({record["run"][:10] for record in tests})
+        minutes = f"{sum(record['seconds'] for record in tests) / 60:,.0f}"
+        numbers = [f"{counts[outcome]:,}" for outcome in ("passed", "failed", "skipped")]
+        rows.append([*numbers, minutes, " to ".join(dict.fromkeys((dates[0], dates[-1]))), commit])
+    remarks = {record["test"]: record["remark"] for record in records if "remark" in record}
+    failures = []
+    for record in (record for record in outcomes if record["outcome"] == "failed"):
+        last = newest[record["test"]]
+        passed = f"; passes at {starts[last['run']]['commit']}" if last["outcome"] == "passed" else ""
+        remark = f"; {remarks[record['test']]}" if record["test"] in remarks else ""
+        failures.append(f"- `{record['test']}` at {starts[record['run']]['commit']}{passed}{remark}")
+    skipped = Counter(record["reason"] for record in newest.values() if record["outcome"] == "skipped")
+    parts = [
+        "# All tests",
+        "Everything that `bash scripts/test.sh --full` runs, in as many pieces as it took, by each test's newest "
+        "outcome. Made by `python scripts/full_run.py`. The minutes are those of all tests one after the other; two of "
+        "them ran at a time.",
+        table(["passed", "failed", "skipped", "minutes", "date", "commit"], rows),
+        *(["Failed, at least once:", "\n".join(failures)] if failures else ["None failed."]),
+    ]
+    if skipped:
+        reasons = [[str(number), reason] for reason, number in skipped.most_common()]
+        parts += ["Skipped, with the reason:", table(["tests", "reason"], reasons)]
+    machines = sorted({starts[record["run"]]["machine"] for record in newest.values()})
+    return "\n\n".join([*parts, f"Machines: {'; '.join(machines)}."]) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shard", help="as in --shard, such as 2/4")
-    parser.add_argument("log", type=Path, help="what scripts/test.sh printed")
-    parser.add_argument("commit", help="the commit that was tested")
-    arguments = parser.parse_args()
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    found = parse(arguments.log.read_text(encoding="utf-8"))
-    origin = {"commit": arguments.commit, "date": str(date.today()), "machine": description()}
-    results[arguments.shard] = found | origin
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    PAGE.write_text(page(results), encoding="utf-8")
+    lines = RESULTS.read_text(encoding="utf-8").splitlines()
+    PAGE.write_text(page([json.loads(line) for line in lines]), encoding="utf-8")
     print(PAGE)
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Lint and types, then unit, file and distributed tests, on this machine's CPU. Makes .venv first.
 #
-#   bash scripts/test.sh [--full] [--shard 2/4] [pytest arguments ...]
+#   bash scripts/test.sh [--full] [--results=FILE] [pytest arguments ...]
 #
 # Without paths of tests, the unit, file and fault tests run beside the distributed ones and are printed after them.
-# --shard 2/4 runs the second of four parts, whole files each. --full adds the long batteries (marker "full"), among
-# them two hosts in network namespaces, which need root on Linux.
+# --results=FILE keeps outcomes and leaves out what passed before (tests/results.py). --full adds the long batteries
+# (marker "full"), among them two hosts in network namespaces, which need root on Linux.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/_environment.sh

@@ -1,38 +1,56 @@
-"""scripts/full_run.py reads what scripts/test.sh prints."""
+"""All tests in pieces: `pytest --results` keeps outcomes and goes on, scripts/full_run.py makes a page of them."""
 
 from __future__ import annotations
 
-import pytest
+import json
+import subprocess
+import sys
+from pathlib import Path
 
-from benchmarks.full_run.log import parse
-from benchmarks.full_run.page import page
+from scripts.full_run import page
 
-LOG = """
-SKIPPED [2] tests/gpu/conftest.py:12: no GPU
-SKIPPED [1] tests/unit/test_x.py:3: Skipped: no such package
-FAILED tests/distributed/test_y.py::test_z[a b] - AssertionError: F
-ERROR tests/distributed/test_v.py::test_u
-===== 1 failed, 350 passed, 3 skipped, 9 deselected, 4 warnings, 1 error in 2400.20s (0:40:00) =====
-== pytest tests/unit tests/files tests/faults
-SKIPPED [4] tests/unit/test_w.py:3: no GPU
-===== 1200 passed, 4 skipped in 1234.00s (0:20:34) =====
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = """
+import pathlib, pytest
+
+def test_good(): pass
+
+def test_bad(): assert pathlib.Path("mended").exists()
+
+@pytest.mark.parametrize("name", ["a b"])
+def test_absent(name): pytest.skip("no GPU")
+
+@pytest.fixture
+def broken(): raise OSError
+
+def test_fixture(broken): pass
 """
 
 
-def test_a_log_becomes_a_row():
-    found = parse(LOG)
-    assert (found["passed"], found["failed"], found["skipped"], found["minutes"]) == (1550, 1, 7, 40)
-    assert found["errors"] == 1
-    assert found["failures"] == ["tests/distributed/test_v.py::test_u", "tests/distributed/test_y.py::test_z[a b]"]
-    assert found["reasons"] == {"no GPU": 6, "no such package": 1}
-    more = {"commit": "abc1234", "date": "2026-11-25", "machine": "2 cores"}
-    text = page({"2/4": found | more})
-    assert "| 2/4 | 1,550 | 1 | 1 | 7 | 40 | 2026-11-25 | abc1234 |" in text
-    assert "Not run yet: 1/4, 3/4, 4/4." in text and "test_z[a b]` in part 2/4\n" in text
-    again = {"mended": {"tests/distributed/test_y.py::test_z[a b]": "def5678"}}
-    assert "test_z[a b]` in part 2/4; passes since def5678\n" in page({"2/4": found | more | again})
+def run(folder: Path, *options: str) -> list[dict]:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.results", "-p", "no:cacheprovider", *options, "test_it.py"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def test_a_run_that_was_cut_off_is_no_result():
-    with pytest.raises(SystemExit, match="1 of the two parts"):
-        parse(LOG.split("== pytest")[0])
+def test_a_run_in_pieces_becomes_a_page(tmp_path):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    first = run(tmp_path, "--results=results.jsonl")
+    outcomes = {record["test"]: record["outcome"] for record in first if "test" in record}
+    names = [f"test_it.py::{name}" for name in ("test_good", "test_bad", "test_absent[a b]", "test_fixture")]
+    assert outcomes == dict(zip(names, ("passed", "failed", "skipped", "failed"), strict=True))
+    (tmp_path / "mended").touch()
+    both = run(tmp_path, "--results=results.jsonl")
+    assert both[: len(first)] == first
+    again = {record["test"]: record["outcome"] for record in both[len(first) :] if "test" in record}
+    assert again == {names[1]: "passed", names[3]: "failed"}
+
+    starts = [record for record in both if "commit" in record]
+    starts[0]["commit"], starts[1]["commit"] = "abc12345", "def67890"
+    text = page([*both, {"test": names[3], "remark": "its fixture is broken"}])
+    assert "| 1 | 0 | 1 |" in text.replace("  ", " ") and "| 1 | 1 | 0 |" in text.replace("  ", " ")
+    assert "- `test_it.py::test_bad` at abc12345; passes at def67890\n" in text
+    assert "- `test_it.py::test_fixture` at def67890; its fixture is broken" in text
+    assert "no GPU" in text
