@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.full_run import page
+from benchmarks.full_run import page
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
