@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ class Results:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         newest = {record["test"]: record["outcome"] for record in map(json.loads, lines) if "test" in record}
         self._done = {test for test, outcome in newest.items() if outcome in ("passed", "skipped")}
-        now = datetime.now(UTC).isoformat(timespec="seconds")
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._run = f"{now} {os.getpid()}"  # two parts of scripts/test.sh write beside each other
         self._add({"commit": commit(os.path.relpath(path)), "machine": description()})
 
