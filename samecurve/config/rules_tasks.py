@@ -103,8 +103,11 @@ def _unscaled(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _one_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("tokenizer.path") is not None and value("tokenizer.vocabulary_size") is not None:
+    path, size = value("tokenizer.path"), value("tokenizer.vocabulary_size")
+    if path is not None and size is not None:
         yield "tokenizer", "both path (an existing tokenizer) and vocabulary_size (train one) are given; keep one"
+    elif path is size is None and value("model.config"):
+        yield "tokenizer", "a model from scratch has no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
 
 
 def _own_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -114,14 +117,9 @@ def _own_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "tokenizer.vocabulary_size", text + "set it to null to use the tokenizer of model.path"
 
 
-def _no_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("model.config") and value("tokenizer.path") is value("tokenizer.vocabulary_size") is None:
-        yield "tokenizer", "a model from scratch has no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
-
-
 _NEGATIVE_TOO = (partial(_negative_too, f"data.{role}_column") for role in ("anchor", "positive"))
 RULES = (
-    *(_one_tokenizer, _own_tokenizer, _no_tokenizer),
+    *(_one_tokenizer, _own_tokenizer),
     *(partial(_refused, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.refuses)),
     *(_task_options, _one_positive, _negatives, *_NEGATIVE_TOO, _teacher),
     *(_not_by_token, _unscaled),
