@@ -33,10 +33,9 @@ def _task_options(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "task_options", f"{text} and task is {value('task')}; remove them"
 
 
-def _one_positive(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.anchor_column") == value("data.positive_column"):
-        text = f"found {value('data.positive_column')}, which data.anchor_column also names; use another column"
-        yield "data.positive_column", text
+def _same_column(other: str, key: str, fix: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value(other) == value(key):
+        yield key, f"found {value(key)}, which {other} also names; use {fix}"
 
 
 def _negatives(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -80,12 +79,6 @@ def _weights(value: Callable[[str], Any]) -> Iterator[Finding]:
             yield key, text
 
 
-def _one_answer(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.chosen_column") == value("data.rejected_column"):
-        text = f"found {value('data.rejected_column')}, which data.chosen_column also names; use different columns"
-        yield "data.rejected_column", text
-
-
 def _not_by_token(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind, task = value("loss.implementation"), value("task")
     takes = TASKS[task].by_token if kind == "liger" else TASKS[task].takes_chunks
@@ -121,9 +114,11 @@ _NEGATIVE_TOO = (partial(_negative_too, f"data.{role}_column") for role in ("anc
 RULES = (
     *(_one_tokenizer, _own_tokenizer),
     *(partial(_refused, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.refuses)),
-    *(_task_options, _one_positive, _negatives, *_NEGATIVE_TOO, _teacher),
+    partial(_same_column, "data.anchor_column", "data.positive_column", "another column"),
+    partial(_same_column, "data.chosen_column", "data.rejected_column", "different columns"),
+    *(_task_options, _negatives, *_NEGATIVE_TOO, _teacher),
     *(_not_by_token, _unscaled),
-    *(_margin, _smoothing, _weights, _one_answer),
+    *(_margin, _smoothing, _weights),
 )
 
 
