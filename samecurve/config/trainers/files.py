@@ -125,22 +125,18 @@ def _command(path: Path, text: str) -> tuple[str | None, dict[str, Any]]:
 
 def _options(words: list[str]) -> dict[str, Any]:
     """Read `--key value ...` and `--key=value`; an option without a value is True."""
-    values: dict[str, list[str]] = {}
+    values: dict[str, list[Any]] = {}
     name = ""
     for word in words:
+        is_value, text = bool(name), word
         if word.startswith("--"):
-            name, mark, value = word[2:].partition("=")
-            values[name] = [value] if mark else []
-        elif name:
-            values[name].append(word)
-    parsed = {key: [_value(word) for word in row] for key, row in values.items()}
-    return {key: row[0] if len(row) == 1 else row or True for key, row in parsed.items()}
-
-
-def _value(word: str) -> Any:
-    """Read a number, true or null as YAML has them; all else is text."""
-    value = yaml.safe_load(word) if re.fullmatch(r"[\w.+-]+", word) else word
-    return value if isinstance(value, (int, float, bool, type(None))) else word
+            name, mark, text = word[2:].partition("=")
+            values[name], is_value = [], bool(mark)
+        if is_value:
+            # numbers, true and null are read as YAML has them; all else is text
+            value = yaml.safe_load(text) if re.fullmatch(r"[\w.+-]+", text) else text
+            values[name].append(value if isinstance(value, (int, float, bool, type(None))) else text)
+    return {key: row[0] if len(row) == 1 else row or True for key, row in values.items()}
 
 
 def strategy_of(settings: dict[str, Any]) -> str | None:
