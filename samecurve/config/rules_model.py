@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from samecurve.config.documents import Finding, describe
-from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import InvalidValue, RecipeSource
@@ -78,12 +77,8 @@ def _config(value: Callable[[str], Any]) -> Iterator[Finding]:
     yield from size_problems(config or {}, "model.config.")
 
 
-def _path(value: Callable[[str], Any]) -> Iterator[Finding]:
-    path = value("model.path")
-    # a path of another form without such a folder may be a name of the hub, which only loading the model tells
-    if path is not None and (path.startswith((".", "/", "~")) or Path(path).is_dir()):
-        yield from model_folder("model.path", Path(path))
-    revision = value("model.revision")
+def _revision(value: Callable[[str], Any]) -> Iterator[Finding]:
+    revision, path = value("model.revision"), value("model.path")
     if revision is not None and (path is None or Path(path).is_dir()):
         why = "model.path is not given" if path is None else f"{path} is a folder, which has no revisions"
         yield "model.revision", f"found {revision}, but {why}; remove it"
@@ -180,7 +175,7 @@ def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 RULES = (
-    *(_origin, _config, _numbers, _path, _overrides),
+    *(_origin, _config, _numbers, _revision, _overrides),
     *(_new_from_scratch, _new_and_frozen),
     *(_quantization, _adapts, _parameters, _no_target),
     *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),

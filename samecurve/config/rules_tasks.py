@@ -1,4 +1,4 @@
-"""Rules for single tasks, their losses and the tokenizer that involve more than one recipe key."""
+"""Rules for single tasks, their losses, the tokenizer and the folders of models."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def _negative_too(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.negative_columns", f"found {value(key)}, which {key} also names; remove it"
 
 
-def _teacher(value: Callable[[str], Any]) -> Iterator[Finding]:
-    teacher = value("distill.teacher")
-    if teacher is not None and (teacher.startswith((".", "/", "~")) or Path(teacher).is_dir()):
-        yield from model_folder("distill.teacher", Path(teacher))
+def _folder(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    path = value(key)
+    # a path of another form without such a folder may be a name of the hub, which only loading the model tells
+    if path is not None and (path.startswith((".", "/", "~")) or Path(path).is_dir()):
+        yield from model_folder(key, Path(path))
 
 
 def _margin(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -116,7 +117,8 @@ RULES = (
     *(partial(_refused, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.refuses)),
     partial(_same_column, "data.anchor_column", "data.positive_column", "another column"),
     partial(_same_column, "data.chosen_column", "data.rejected_column", "different columns"),
-    *(_task_options, _negatives, *_NEGATIVE_TOO, _teacher),
+    *(_task_options, _negatives, *_NEGATIVE_TOO),
+    *(partial(_folder, key) for key in ("model.path", "distill.teacher")),
     *(_not_by_token, _unscaled),
     *(_margin, _smoothing, _weights),
 )
