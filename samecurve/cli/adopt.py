@@ -25,7 +25,7 @@ from samecurve.cli.summary import quoted
 from samecurve.config import loader
 from samecurve.config.inheritance import read_value
 from samecurve.config.trainers import files, recipe_text
-from samecurve.config.trainers.translation import Translation, translate
+from samecurve.config.trainers.translation import translate
 from samecurve.errors import ConfigurationError
 from samecurve.specs.environment import TRAIN
 from samecurve.storage.atomic import write_text
@@ -74,41 +74,33 @@ def adopt_config(arguments: argparse.Namespace) -> int:
     if path.exists():
         raise ConfigurationError(f"{path}: exists already; name another file with --output")
     made = translate(source.trainer, given)
-    _override(made, [str(word) for word in (arguments.path, arguments.recipe, *arguments.overrides) if word])
-    recipe_text.settle(made)
-    write_text(path, recipe_text.recipe_text(made, f"{arguments.config.name} of {source.trainer.name}"))
-    num_translated = len(given) - len(made.no_effect) - len(made.no_equal.keys() & given.keys())
-    print(f"{path} is written: {num_translated} keys of {source.trainer.name} are translated")
-    for line in _reasons(made):
-        print(line)
-    processes = int(given.get("num_processes") or 1)
-    rows = made.values["batch.global_batch_size"]
-    print(f"batch.global_batch_size is {rows} for {processes} process{'es' if processes > 1 else ''} (--num_processes)")
-    strategy = files.strategy_of(given)
-    options = f" --strategy {quoted(Path(strategy))} --num_processes {processes}" if strategy else ""
-    problems = loader.read_recipe(str(path)).document.problems
-    for problem in problems:
-        print(f"to mend in {path}: {problem}")
-    print(f"python -m samecurve inspect {quoted(path)}")
-    print(f"python {TRAIN} {quoted(path)}{options}")
-    return 2 if problems else 0
-
-
-def _override(made: Translation, words: list[str]) -> None:
-    """Put each key.path=value of the command line into the recipe; what it mends is no longer without an equal."""
-    for word in words:
+    for word in [str(word) for word in (arguments.path, arguments.recipe, *arguments.overrides) if word]:
         key, equals, text = word.partition("=")
         value, problems = read_value(text)
         if not equals or problems:
             raise ConfigurationError(f"adopt --config: found {word}, expected key.path=value")
         made.values[key] = value
+        # what a value of the command line mends is no longer without an equal
         made.no_equal = {name: why for name, why in made.no_equal.items() if not why.startswith(f"{key}: ")}
-
-
-def _reasons(made: Translation) -> list[str]:
-    """Lines about the keys that are not translated, those of one reason together."""
+    recipe_text.settle(made)
+    write_text(path, recipe_text.recipe_text(made, f"{arguments.config.name} of {source.trainer.name}"))
+    num_translated = len(given) - len(made.no_effect) - len(made.no_equal.keys() & given.keys())
+    print(f"{path} is written: {num_translated} keys of {source.trainer.name} are translated")
     by_reason: dict[str, list[str]] = defaultdict(list)
     for key, reason in made.no_effect.items():
         by_reason[reason].append(key)
-    lines = [f"no effect here: {', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
-    return [*lines, *(f"NO EQUAL, the training differs: {key}; {nearest}" for key, nearest in made.no_equal.items())]
+    for reason, keys in by_reason.items():
+        print(f"no effect here: {', '.join(keys)} ({reason})")
+    for key, nearest in made.no_equal.items():
+        print(f"NO EQUAL, the training differs: {key}; {nearest}")
+    processes = int(given.get("num_processes") or 1)
+    rows = made.values["batch.global_batch_size"]
+    print(f"batch.global_batch_size is {rows} for {processes} process{'es' if processes > 1 else ''} (--num_processes)")
+    strategy = files.strategy_of(given)
+    options = f" --strategy {quoted(Path(strategy))} --num_processes {processes}" if strategy else ""
+    to_mend = loader.read_recipe(str(path)).document.problems
+    for problem in to_mend:
+        print(f"to mend in {path}: {problem}")
+    print(f"python -m samecurve inspect {quoted(path)}")
+    print(f"python {TRAIN} {quoted(path)}{options}")
+    return 2 if to_mend else 0

@@ -141,14 +141,27 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
         agree = agree and same
         # with a value missing, the reference does not even agree with itself
         shown = ["reference"] * 2 if outcome is ran[0] and same else [f"{loss:.1e}", f"{norm:.1e}"]
-        rows.append([*_facts(outcome), *shown, *_costs(outcome), "PASS" if same else "FAIL"])
+        history = outcome.history
+        ends = [record.get("loss") for record in (next(iter(history.records)), history.last)]
+        curve = " -> ".join("none" if value is None else f"{value:.4f}" for value in ends)
+        # without the first step, which includes start-up costs
+        first = {key: history.ends[key][0] if history.num_steps > 1 else 0 for key in ("tokens", "step_seconds")}
+        tokens, seconds = (history.totals[key] - value for key, value in first.items())
+        memory = max(value for _, value in history.curves["peak_memory_gib"] if value is not None)  # of rank 0
+        facts = [outcome.job.name, outcome.run["engine"], str(outcome.run["world_size"]), curve]
+        rows.append([*facts, *shown, f"{tokens / seconds:,.0f}", f"{memory:.2f}", "PASS" if same else "FAIL"])
     limits = f"PASS: loss within {tolerance:g} and gradient norm within {NORM_TOLERANCE_FACTOR * tolerance:g} of "
     computed = "" if precision == "fp32" else f", in {precision}"
-    parts = (
-        [_markdown([[*COLUMNS, ""], *rows]), f"\n{limits}{ran[0].job.name}'s, relative, at every step{computed}.\n"]
-        if ran
-        else []
-    )
+    parts = []
+    if ran:
+        # columns are aligned to be readable as source, too
+        cells = [[*COLUMNS, ""], *rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        padded = [[text.ljust(width) for text, width in zip(row, widths, strict=True)] for row in cells]
+        lines = [f"| {' | '.join(row)} |\n" for row in padded]
+        rule = "|".join("-" * (width + 2) for width in widths)
+        parts += [lines[0], f"|{rule}|\n", *lines[1:]]
+        parts.append(f"\n{limits}{ran[0].job.name}'s, relative, at every step{computed}.\n")
     if stands_still:
         text = "A strategy that trains nothing would give the same curve."
         parts.append(f"\nFAIL: {ran[0].job.name} {stands_still}.\n{text}\n")
@@ -194,28 +207,3 @@ def largest_differences(outcome: Outcome, reference: Outcome) -> tuple[float, fl
             largest[key] = math.inf if difference is None else max(largest[key], difference)
     loss, norm = (value if value >= 0 else math.inf for value in largest.values())
     return loss, norm
-
-
-def _facts(outcome: Outcome) -> list[str]:
-    ends = (next(iter(outcome.history.records)), outcome.history.last)
-    curve = " -> ".join("none" if (loss := record.get("loss")) is None else f"{loss:.4f}" for record in ends)
-    return [outcome.job.name, outcome.run["engine"], str(outcome.run["world_size"]), curve]
-
-
-def _costs(outcome: Outcome) -> list[str]:
-    """Format tokens/s, without the first step, which includes start-up costs, and the peak memory of rank 0."""
-    history = outcome.history
-    first = {key: history.ends[key][0] if history.num_steps > 1 else 0 for key in ("tokens", "step_seconds")}
-    tokens, seconds = (history.totals[key] - value for key, value in first.items())
-    memory = max(value for _, value in history.curves["peak_memory_gib"] if value is not None)
-    return [f"{tokens / seconds:,.0f}", f"{memory:.2f}"]
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as a Markdown table with aligned columns, readable as source too. The first row is the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines) + "\n"

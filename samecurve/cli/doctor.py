@@ -22,7 +22,6 @@ from samecurve.planner import model_shape
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.strategy import launchers, resolve, validate
 from samecurve.strategy.launchers import Launch
-from samecurve.strategy.plan import Strategy
 from samecurve.strategy.recipe_values import fill_recipe
 
 
@@ -46,7 +45,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int | Subcommand:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True) if arguments.recipe else None
-    strategy = _strategy(arguments) if arguments.strategy else None
+    strategy = None
+    if arguments.strategy:
+        launch = Launch("python", 1)
+        files = resolve.read_files(arguments.strategy)
+        strategy = resolve.describe_strategy(files, launch)
+        if arguments.recipe:  # the keys and values of the files are checked as at the start of a run
+            ranks = strategy.dims.dp
+            source = recipes.read_recipe(
+                arguments.recipe, arguments.overrides, lambda document: fill_recipe(document, files, ranks)
+            )
+            validate.check_strategy(source, files, strategy, launch)
+        # a run may have more processes than the doctor
+        problems = [*files.accelerate.problems, *files.deepspeed.problems]
+        problems = [problem for problem in problems if not problem.topology]
+        if problems:
+            raise ConfigurationError(format_problems(problems))
     if arguments.hostfile:
         listed = read_hostfile(arguments.hostfile)
         forwarded = [arguments.recipe, *arguments.overrides] if arguments.recipe else []
@@ -63,25 +77,6 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
             "samecurve.doctor.ranks", (recipe, strategy, needed, arguments.timeout_seconds, arguments.json)
         )
     return examination.report(examination.one_host(recipe, strategy, needed), arguments.json)
-
-
-def _strategy(arguments: argparse.Namespace) -> Strategy:
-    """Read the strategy's files; with a recipe their keys and values are checked as at the start of a run."""
-    launch = Launch("python", 1)
-    files = resolve.read_files(arguments.strategy)
-    strategy = resolve.describe_strategy(files, launch)
-    if arguments.recipe:
-        ranks = strategy.dims.dp
-        source = recipes.read_recipe(
-            arguments.recipe, arguments.overrides, lambda document: fill_recipe(document, files, ranks)
-        )
-        validate.check_strategy(source, files, strategy, launch)
-    findings_of_files = [*files.accelerate.problems, *files.deepspeed.problems]
-    if problems := [
-        finding for finding in findings_of_files if not finding.topology
-    ]:  # a run may have more processes than the doctor
-        raise ConfigurationError(format_problems(problems))
-    return strategy
 
 
 def needed_bytes(recipe: Recipe) -> dict[str, int]:

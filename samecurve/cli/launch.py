@@ -18,7 +18,7 @@ from samecurve.config import loader
 from samecurve.config.inheritance import latest_overrides
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.launch import scripts, start
-from samecurve.launch.hosts import PORT, HostSlots, read_hostfile, read_hosts, select
+from samecurve.launch.hosts import PORT, read_hostfile, read_hosts, select
 from samecurve.launch.target import CLUSTERS, LAUNCHERS, Target, check_launchers, command, read_back, unnamed
 from samecurve.specs.environment import IN_CLONE, ROOT
 from samecurve.storage.atomic import storage_errors
@@ -75,7 +75,12 @@ def _target(arguments: argparse.Namespace) -> Target:
         options = ", ".join(f"--{name}" for name in given) or "none of them"
         rule = "expected one of --hosts FILE, --hostfile FILE, or --nodes N with --gpus_per_node N"
         raise ConfigurationError(f"machines: found {options}; {rule}")
-    hosts, port = _machines(arguments)
+    if arguments.hosts:
+        hosts, port = read_hosts(arguments.hosts)
+    elif arguments.hostfile:
+        hosts, port = read_hostfile(arguments.hostfile, for_deepspeed=arguments.launcher == "deepspeed"), PORT
+    else:
+        hosts, port = list(unnamed(arguments.nodes, arguments.gpus_per_node)), PORT
     selection = [(f"--{name}", value) for name in ("include", "exclude") if (value := getattr(arguments, name))]
     if selection and arguments.launcher != "deepspeed":
         option = selection[0][0]
@@ -114,14 +119,6 @@ def _check_min_nodes(arguments: argparse.Namespace, target: Target) -> None:
         raise ConfigurationError(
             f"rehearse: found true with {given}, but a host that returns would rehearse alone; {fix}"
         )
-
-
-def _machines(arguments: argparse.Namespace) -> tuple[list[HostSlots], int]:
-    if arguments.hosts:
-        return read_hosts(arguments.hosts)
-    if arguments.hostfile:
-        return read_hostfile(arguments.hostfile, for_deepspeed=arguments.launcher == "deepspeed"), PORT
-    return list(unnamed(arguments.nodes, arguments.gpus_per_node)), PORT
 
 
 def _check(launcher: str, target: Target) -> Plan:

@@ -186,13 +186,34 @@ def _settle(arguments: argparse.Namespace) -> list[Path]:
 
     Returns:
         The paths of --calibrate.
+
+    Raises:
+        ConfigurationError: options have no effect, and what each needs, or are missing.
     """
     for name in ("strategy", "launcher", "calibrate"):
         given = getattr(arguments, name) or []
         values = [word for word in given if "=" in str(word) and not (name == "calibrate" and word.exists())]
         setattr(arguments, name, [word for word in given if word not in values])
         arguments.overrides = [*arguments.overrides, *map(str, values)]
-    _check_options(arguments)
+    given = {name: value for name, value in vars(arguments).items() if value is not False and value not in (None, [])}
+    problems = []
+    if arguments.runs:
+        beside = [name for name in (*_POSITIONAL, *sorted(given)) if name in given.keys() - _OF_TABLES]
+        named = ", ".join(_option(name) for name in dict.fromkeys(beside))
+        problems += (
+            [f"--runs {arguments.runs}: each row says its model and machines; leave out {named}"] if named else []
+        )
+        problems += [] if arguments.json else ["--runs: the predictions need a file; add --json OUT.json"]
+    elif given.keys() != {"calibrate"}:  # which learns, without a plan
+        if not {"model", "cluster"} <= given.keys():
+            problems.append("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
+        for name, needed in _NEEDED.items():
+            if name in given and not given.keys() & set(needed):
+                words = " ".join(given[name]) if isinstance(given[name], list) else given[name]
+                fix = f"add {' or '.join(map(_option, needed))}"
+                problems.append(f"{_option(name)} {words}: it has no effect alone; {fix}")
+    if problems:
+        raise ConfigurationError("\n".join(problems))
     check_launchers(arguments.launcher)
     require_positive(arguments, "gpus", "rows")
     return arguments.calibrate
@@ -240,29 +261,6 @@ def _print_table(choices: Sequence[Choice], arguments: argparse.Namespace) -> No
     if rows:
         few = rows if everything else plan_text.at_most(SHOWN_SIZES, rows)
         print(plan_text.table(few[: arguments.rows or ROWS]))
-
-
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Raise ConfigurationError for options without effect, naming what each needs, and for those that are missing."""
-    given = {name: value for name, value in vars(arguments).items() if value is not False and value not in (None, [])}
-    problems = []
-    if arguments.runs:
-        beside = [name for name in (*_POSITIONAL, *sorted(given)) if name in given.keys() - _OF_TABLES]
-        named = ", ".join(_option(name) for name in dict.fromkeys(beside))
-        problems += (
-            [f"--runs {arguments.runs}: each row says its model and machines; leave out {named}"] if named else []
-        )
-        problems += [] if arguments.json else ["--runs: the predictions need a file; add --json OUT.json"]
-    elif given.keys() != {"calibrate"}:  # which learns, without a plan
-        if not {"model", "cluster"} <= given.keys():
-            problems.append("plan needs MODEL_OR_RECIPE and --cluster, for example --cluster h100x8; or --runs")
-        for name, needed in _NEEDED.items():
-            if name in given and not given.keys() & set(needed):
-                words = " ".join(given[name]) if isinstance(given[name], list) else given[name]
-                fix = f"add {' or '.join(map(_option, needed))}"
-                problems.append(f"{_option(name)} {words}: it has no effect alone; {fix}")
-    if problems:
-        raise ConfigurationError("\n".join(problems))
 
 
 def _option(option: str) -> str:

@@ -50,28 +50,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Subcommand:
     require_positive(arguments, "top_k", "batch_size")
-    sources = _sources(arguments)
+    if arguments.texts and arguments.file:
+        raise ConfigurationError("--file: cannot be combined with TEXT; leave one of them out")
+    # pairs of a place and a text or a table's row
+    sources: Iterator[tuple[str, str | dict]]
+    if arguments.texts:
+        sources = ((f"TEXT {number}", text) for number, text in enumerate(arguments.texts, start=1))
+    elif arguments.file is None:
+        if sys.stdin.isatty():
+            raise ConfigurationError("TEXT: no text given; add TEXT or --file FILE, or pipe lines into the command")
+        sources = _text_lines("line", sys.stdin)
+    elif not arguments.file.is_file():
+        raise ConfigurationError(f"--file: no such file: {arguments.file.absolute()}")
+    elif table_kind(arguments.file):
+        sources = read_rows(arguments.file)
+    else:
+        sources = _text_lines(f"{arguments.file}", read_text(arguments.file).splitlines())
     first = next(sources, None)  # read here, so that its errors come before torch is loaded
     if first is None:
         raise DataError(f"{arguments.file or 'standard input'}: no text found")
     return Subcommand("samecurve.inference.predictions", (arguments, chain([first], sources)))
-
-
-def _sources(arguments: argparse.Namespace) -> Iterator[tuple[str, str | dict]]:
-    """Yield (place, text or a table's row). Raises ConfigurationError without input, or with both TEXT and --file."""
-    if arguments.texts and arguments.file:
-        raise ConfigurationError("--file: cannot be combined with TEXT; leave one of them out")
-    if arguments.texts:
-        return ((f"TEXT {number}", text) for number, text in enumerate(arguments.texts, start=1))
-    if arguments.file is None:
-        if sys.stdin.isatty():
-            raise ConfigurationError("TEXT: no text given; add TEXT or --file FILE, or pipe lines into the command")
-        return _text_lines("line", sys.stdin)
-    if not arguments.file.is_file():
-        raise ConfigurationError(f"--file: no such file: {arguments.file.absolute()}")
-    if table_kind(arguments.file):
-        return read_rows(arguments.file)
-    return _text_lines(f"{arguments.file}", read_text(arguments.file).splitlines())
 
 
 def _text_lines(name: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -35,24 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     require_positive(arguments, "num_processes")
+    ranks: list[Mapping[str, str]] = [os.environ]
     # under a launcher this process is one rank of many
-    ranks = [os.environ] if "WORLD_SIZE" in os.environ else _ranks(arguments.strategy, arguments.num_processes)
+    if "WORLD_SIZE" not in os.environ and arguments.strategy is not None:
+        placed = place_strategy(Path(arguments.strategy), arguments.num_processes or jobs.default_processes())
+        if placed.path is not None:
+            size = placed.world_size
+            threads = os.environ.get("OMP_NUM_THREADS", str(share_of_cores(size)))
+            own = {"TORCHELASTIC_RUN_ID": "rehearsal", "OMP_NUM_THREADS": threads}  # as under torchrun
+            ranks = [environment | own for environment in environments(size)]
     strategy = ["--strategy", arguments.strategy] if arguments.strategy else []
     plan = preflight.plan([arguments.recipe, *arguments.overrides, *strategy], ranks[0])
     rehearsed = rehearsal.rehearse(plan, ranks)
     if plan.recipe.batch.is_auto and ranks[0].get("RANK", "0") == "0":
         print(f"the largest that fits: batch.micro_batch_size={rehearsed.recipe.batch.micro_batch_size}")
     return 0
-
-
-def _ranks(strategy: str | None, num_processes: int | None) -> list[Mapping[str, str]]:
-    """Return the environments of the ranks on this machine, as torchrun would set them."""
-    if strategy is None:
-        return [os.environ]
-    placed = place_strategy(Path(strategy), num_processes or jobs.default_processes())
-    if placed.path is None:
-        return [os.environ]
-    size = placed.world_size
-    threads = os.environ.get("OMP_NUM_THREADS", str(share_of_cores(size)))
-    own = {"TORCHELASTIC_RUN_ID": "rehearsal", "OMP_NUM_THREADS": threads}  # as under torchrun
-    return [environment | own for environment in environments(size)]

@@ -62,7 +62,11 @@ def _results(facts: dict, history: History, status: dict) -> Iterator[tuple[str,
         yield "loss", "{:.4f} -> {:.4f}".format(*history.ends["loss"]) + f" in {history.num_steps:,} steps"
     evaluated = [record for record in history.evaluations if record["eval_loss"] is not None]
     if evaluated:
-        yield "held out", _evaluation(evaluated)
+        # every number of the last evaluation, and the loss of the first one if there are several
+        last = {spaced(name.removeprefix("eval_")): value for name, value in evaluated[-1].items() if "eval_" in name}
+        before = f"{evaluated[0]['eval_loss']:.4f} -> " if len(evaluated) > 1 else ""
+        texts = [f"{name} {before if name == 'loss' else ''}{number(value)}" for name, value in last.items()]
+        yield "held out", f"{', '.join(texts)} (after step {evaluated[-1]['step']})"
     counts, totals = facts.get("counts", "tokens"), history.totals
     seconds = totals.get("step_seconds", 0)
     if not seconds:
@@ -76,14 +80,6 @@ def _results(facts: dict, history: History, status: dict) -> Iterator[tuple[str,
         yield name.partition(",")[0], text
 
 
-def _evaluation(evaluated: list[dict]) -> str:
-    """Format every eval_* number of the last evaluation, and the loss of the first one if there are several."""
-    last = {spaced(name.removeprefix("eval_")): value for name, value in evaluated[-1].items() if "eval_" in name}
-    before = f"{evaluated[0]['eval_loss']:.4f} -> " if len(evaluated) > 1 else ""
-    texts = [f"{name} {before if name == 'loss' else ''}{number(value)}" for name, value in last.items()]
-    return f"{', '.join(texts)} (after step {evaluated[-1]['step']})"
-
-
 def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     """List (purpose, command). New runs get a new output_dir; otherwise the earlier run's files would be moved."""
     recipe, world_size = facts["recipe_path"], facts["world_size"]
@@ -93,9 +89,18 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     if any((directory / "checkpoints").glob("step_*")) and read_status(directory / STATUS).get("state") != "done":
         listed.append(("resume the run", launch(facts["strategy_path"], world_size, [recipe, *overrides])))
     if (directory / "model").is_dir():
-        has_new_head = bool(facts.get("recipe", {}).get("model", {}).get("new_head"))
+        trained = facts.get("recipe", {})
+        has_new_head = bool(trained.get("model", {}).get("new_head"))
         model, weights = "model", "its weights"
-        listed.append(_use(facts.get("recipe", {}), directory))
+        name = trained.get("task", "")
+        task = TASKS[name] if name in TASKS else None
+        if task and task.predicts:
+            use = "run the model", f"python -m samecurve predict {quoted(directory)} {task.predicts}"
+        elif task and task.chats and trained.get("data", {}).get("chat"):
+            use = "chat with the model", f"python -m samecurve chat {quoted(directory)}"
+        else:
+            use = "generate text", f"python -m samecurve generate {quoted(directory)}"
+        listed.append(use)
         listed.append(("export the model", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
         adapter = read_record(directory / "model" / "adapter_config.json").value or {}
         if base := adapter.get("base_model_name_or_path"):
@@ -112,15 +117,6 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
     counted = f" --num_processes {processes}" if processes else ""
     listed.append(("compare the strategies", f"python -m samecurve compare {compared}{counted}"))
     return listed
-
-
-def _use(recipe: dict, directory: Path) -> tuple[str, str]:
-    task = recipe.get("task", "")
-    if task in TASKS and TASKS[task].chats and recipe.get("data", {}).get("chat") and not TASKS[task].predicts:
-        return "chat with the model", f"python -m samecurve chat {quoted(directory)}"
-    if task in TASKS and TASKS[task].predicts:
-        return "run the model", f"python -m samecurve predict {quoted(directory)} {TASKS[task].predicts}"
-    return "generate text", f"python -m samecurve generate {quoted(directory)}"
 
 
 def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str]) -> str:

@@ -63,7 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"--num_processes {arguments.num_processes}: needs --strategy, for example ddp")
     output = arguments.output or Path("runs/sweep") / Path(arguments.recipe).stem
     members = list(combinations(arguments.overrides, output))
-    _check(arguments.recipe, members)
+    problems: dict[str, str] = {}
+    for member in members:
+        try:
+            recipes.load_recipe(arguments.recipe, [*member.overrides, f"output_dir={member.directory}"])
+        except ConfigurationError as error:
+            problems.setdefault(str(error), member.name)
+    if problems:
+        raise ConfigurationError("\n".join(f"run {name}: {text}" for text, name in problems.items()))
     if arguments.slurm:
         _write_array(arguments, members)
         return 0
@@ -175,18 +182,6 @@ def _number(key: str, overrides: Sequence[str]) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _check(recipe: str, members: Sequence[Member]) -> None:
-    """Read the recipe of every run. Raises ConfigurationError with the problems of all, each once."""
-    problems: dict[str, str] = {}
-    for member in members:
-        try:
-            recipes.load_recipe(recipe, [*member.overrides, f"output_dir={member.directory}"])
-        except ConfigurationError as error:
-            problems.setdefault(str(error), member.name)
-    if problems:
-        raise ConfigurationError("\n".join(f"run {name}: {text}" for text, name in problems.items()))
 
 
 def _write_array(arguments: argparse.Namespace, members: Sequence[Member]) -> None:

@@ -149,7 +149,14 @@ def latest_overrides(overrides: Sequence[str]) -> list[str]:
         path = tuple(dotted.split("."))
         latest = {known: value for known, value in latest.items() if known[: len(path)] != path}
         for around in [known for known in latest if path[: len(known)] == known]:
-            latest[around] = _without(latest[around], path[len(around) :])
+            # without the key that is given again
+            content, problems = read_value(latest[around])
+            block = content
+            for key in path[len(around) : -1]:
+                block = block.get(key) if isinstance(block, dict) else None
+            if not problems and isinstance(block, dict) and path[-1] in block:
+                del block[path[-1]]
+                latest[around] = json.dumps(content, ensure_ascii=False)  # JSON is YAML
         latest[path] = text
     return [f"{'.'.join(path)}={text}" for path, text in latest.items()]
 
@@ -168,30 +175,12 @@ def read_value(text: str) -> tuple[Any, list[str]]:
 def _replaced(document: Document, path: KeyPath) -> Iterator[str]:
     """Yield the earlier arguments of the command line whose values this key replaces, wholly or in part."""
     for known, text in document.typed.items():
-        inside = path[: len(known)] == known and _has(document, path, len(known))
-        if inside or known[: len(path)] == path:
+        is_replaced = known[: len(path)] == path
+        if path[: len(known)] == known:
+            # in a block that has the key, or something that is no block around it
+            block, rest = document.get(*known), path[len(known) :]
+            while rest and isinstance(block, dict) and rest[0] in block:
+                block, rest = block[rest[0]], rest[1:]
+            is_replaced = not rest or not isinstance(block, dict)
+        if is_replaced:
             yield f"{'.'.join(known)}={text}"
-
-
-def _has(document: Document, path: KeyPath, depth: int) -> bool:
-    """Whether the block at path[:depth] has the key, or something that is no block around it."""
-    block = document.get(*path[:depth])
-    for key in path[depth:]:
-        if not isinstance(block, dict):
-            return True
-        if key not in block:
-            return False
-        block = block[key]
-    return True
-
-
-def _without(text: str, path: KeyPath) -> str:
-    """The text of a block without one of its keys."""
-    content, problems = read_value(text)
-    block = content
-    for key in path[:-1]:
-        block = block.get(key) if isinstance(block, dict) else None
-    if problems or not isinstance(block, dict) or path[-1] not in block:
-        return text
-    del block[path[-1]]
-    return json.dumps(content, ensure_ascii=False)  # JSON is YAML

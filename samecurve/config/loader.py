@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -184,17 +183,14 @@ def explain(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel] = Recip
         return f"found {describe(given)}: {detail['msg']}"
     limits = {key: f"{limit:g}" if isinstance(limit, float) else limit for key, limit in context.items()}
     expected = _EXPECTED[kind].format(**limits, s="" if limits.get("min_length") == 1 else "s")
-    hint = _number_hint(given) if kind in ("int_type", "float_type") else ""
+    hint = ""
+    if kind in ("int_type", "float_type") and isinstance(given, str):
+        with contextlib.suppress(ValueError):
+            hint = "; remove the quotes" if math.isfinite(float(given)) else ""
+    elif kind in ("int_type", "float_type") and isinstance(given, float) and given.is_integer():
+        hint = f"; write {int(given)}"
     hint += ", or an import path such as my_module:Name" if ".".join(path) in own_code.KEYS else ""
     if kind == "model_type":
         fields = [known[-1] for known in schema_paths(schema) if known[:-1] == path]
         hint = block_as_value(".".join(path), given, fields)
     return f"found {describe(given)}, expected {expected}{hint}"
-
-
-def _number_hint(value: Any) -> str:
-    if not isinstance(value, str):
-        return f"; write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
-    with contextlib.suppress(ValueError):
-        return "; remove the quotes" if math.isfinite(float(value)) else ""
-    return ""

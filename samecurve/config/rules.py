@@ -81,11 +81,6 @@ def _known(value: Callable[[str], Any], key: str) -> Any:
     return None
 
 
-def _sorted_and_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.group_by_length") and value("data.packing"):
-        yield "data.group_by_length", "found true, but packed rows have equal lengths; set it or data.packing to false"
-
-
 def _nothing_truncated(value: Callable[[str], Any]) -> Iterator[Finding]:
     """data.truncation where documents are continued in the next row, or are not known before training."""
     given, task = value("data.truncation"), value("task")
@@ -124,15 +119,12 @@ def _not_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.packing", f"found true, but task {task} cannot pack: a row holds {TASKS[task].row}; set it to false"
 
 
-def _class_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
+def _classes(value: Callable[[str], Any]) -> Iterator[Finding]:
     labels = value("data.labels") or ()
     twice = next((name for name in labels if labels.count(name) > 1), None)
     if twice is not None:
         yield "data.labels", f"class {twice} is listed twice; remove one"
-
-
-def _known_classes(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.labels") and value("data.path") == MODULES:
+    if labels and value("data.path") == MODULES:
         yield "data.labels", f"found a list, but {MODULES} brings its own classes; remove it"
 
 
@@ -341,9 +333,9 @@ def in_steps(recipe: Recipe, num_rows: int, step: int = 0, samples: int = 0) -> 
 
 RULES: tuple[Rule, ...] = (
     *(_no_data, partial(_readable, "data.path"), partial(_readable, "evaluate.path")),
-    *(_sorted_and_packed, _not_packed, _nothing_truncated),
+    *(_not_packed, _nothing_truncated),
     *(partial(_of_tasks, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.reads)),
-    *(_class_twice, _known_classes, _messages_without_template, _reasoning),
+    *(_classes, _messages_without_template, _reasoning),
     *(_whole_conversations, _problem_type, _token_weights, _token_weights_of_liger, _template, _template_date),
     *(partial(_one_kind_of_row, f"data.{column}_column") for column in ("prompt", "completion")),
     *(

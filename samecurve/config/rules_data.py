@@ -17,6 +17,30 @@ from samecurve.specs.row_formats import FORMATS, named
 from samecurve.specs.tasks import readers
 
 _HUB_KEYS = {"split": "train", "config": None, "revision": None}
+# by the key beside which rows cannot be sorted by their lengths: why, and what to set
+_UNSORTED = {
+    "data.mixture": "the sources of data.mixture cannot be sorted by length together; set it to false",
+    "data.packing": "packed rows have equal lengths; set it or data.packing to false",
+    "data.streaming": "sorting by length needs the lengths of all rows, which data.streaming does not know; set it to "
+    "false",
+}
+# by key: the only value that works in a stream, why, and what to set
+_STREAMED = {
+    "data.bad_rows": (
+        "stop",
+        "reads rows during training, so their number cannot be told before it; set it to stop, or data.streaming to "
+        "false",
+    ),
+    "data.num_workers": (
+        0,
+        "prepares rows in the background already, and each worker would tokenise the whole stream; set it to 0",
+    ),
+    "tokenizer.vocabulary_size": (
+        None,
+        "reads no data before training, so no tokenizer can be trained; set it to null, and tokenizer.path to a "
+        "tokenizer",
+    ),
+}
 _COLUMNS = ("text_column", "messages_column", "prompt_column", "completion_column", "format")
 
 
@@ -70,10 +94,9 @@ def _source(value: Callable[[str], Any]) -> Iterator[Finding]:
             yield "data.source", text
 
 
-def _mixture_by_length(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.mixture") is not None and value("data.group_by_length"):
-        text = "found true, but the sources of data.mixture cannot be sorted by length together; set it to false"
-        yield "data.group_by_length", text
+def _by_length(other: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value("data.group_by_length") and value(other):
+        yield "data.group_by_length", f"found true, but {_UNSORTED[other]}"
 
 
 def _in_place_of_mixture(key: str, default: str | None, value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -116,37 +139,16 @@ def _idle_buffer(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.shuffle_buffer_mib", text
 
 
-def _stream_without_bad_rows(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.streaming") and value("data.bad_rows") == "drop":
-        text = (
-            "found drop, but data.streaming reads rows during training, so their number cannot be told before it; set "
-        )
-        yield "data.bad_rows", f"{text}it to stop, or data.streaming to false"
-
-
-def _stream_by_length(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.streaming") and value("data.group_by_length"):
-        text = "found true, but sorting by length needs the lengths of all rows, which data.streaming does not know"
-        yield "data.group_by_length", f"{text}; set it to false"
-
-
-def _workers_of_stream(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.streaming") and value("data.num_workers"):
-        text = f"found {value('data.num_workers')}, but data.streaming prepares rows in the background already, and "
-        yield "data.num_workers", text + "each worker would tokenise the whole stream; set it to 0"
-
-
-def _vocabulary_of_stream(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.streaming") and value("tokenizer.vocabulary_size") is not None:
-        text = f"found {value('tokenizer.vocabulary_size')}, but data.streaming reads no data before training, so no "
-        text += "tokenizer can be trained; set it to null, and tokenizer.path to a tokenizer"
-        yield "tokenizer.vocabulary_size", text
+def _streamed(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    usable, why = _STREAMED[key]
+    if value("data.streaming") and value(key) != usable:
+        yield key, f"found {value(key)}, but data.streaming {why}"
 
 
 def _part_of_the_hub(block: str, key: str, default: str | None, value: Callable[[str], Any]) -> Iterator[Finding]:
     """A key that selects part of a Hub data set has no effect."""
     path, given = value(f"{block}.path"), value(f"{block}.{key}")
-    # what _in_place_of_mixture, _idle_without_split or _another_split reports
+    # what _in_place_of_mixture, _idle_without_split or _split reports
     others_rule = value("data.mixture") is not None if block == "data" else block == "evaluate" and path is None
     if given == default or others_rule:
         return
@@ -165,24 +167,21 @@ def _part_of_the_hub(block: str, key: str, default: str | None, value: Callable[
         yield f"{block}.{key}", f"{shown}, but {text}"
 
 
-def _no_split(value: Callable[[str], Any]) -> Iterator[Finding]:
-    where = value("evaluate.path")
-    hub = None if where is None else address(where)
-    if hub is not None and not hub.is_file and value("evaluate.split") is None and value("data.pattern") is None:
-        yield "evaluate.split", f"missing; name the split of {where} to evaluate on, for example validation or test"
-
-
 def _idle_without_split(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
     given = value(f"evaluate.{key}")
     if value("evaluate.path") is None and value("evaluate.split") is None and given is not None:
         yield f"evaluate.{key}", f"found {describe(given)}, but evaluate.split is not given; set that, or remove this"
 
 
-def _another_split(value: Callable[[str], Any]) -> Iterator[Finding]:
-    """evaluate.split names another split of the training data, which must be a Hub data set."""
-    split, path = value("evaluate.split"), value("data.path")
-    if value("evaluate.path") is not None or split is None:
+def _split(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """A Hub data set in evaluate.path needs a split. Without that path the split is of the training data."""
+    split, measured = value("evaluate.split"), value("evaluate.path")
+    where = None if measured is None else address(measured)
+    if where is not None and not where.is_file and split is None and value("data.pattern") is None:
+        yield "evaluate.split", f"missing; name the split of {measured} to evaluate on, for example validation or test"
+    if measured is not None or split is None:
         return
+    path = value("data.path")
     where = None if path is None else address(path)
     if where is None:
         why = "data.mixture is given" if path is None else f"{path} is not a data set of the Hub"
@@ -243,18 +242,10 @@ def pattern(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 RULES = (
-    *(_path_and_mixture, _source, _mixture_by_length),
+    *(_path_and_mixture, _source, *(partial(_by_length, other) for other in _UNSORTED)),
     *(partial(_in_place_of_mixture, *pair) for pair in ({"pattern": None, "max_samples": None} | _HUB_KEYS).items()),
-    *(
-        _format,
-        partial(_number_of_rows, "data"),
-        _idle_buffer,
-        _stream_without_bad_rows,
-        _stream_by_length,
-        _workers_of_stream,
-        _vocabulary_of_stream,
-    ),
-    *(partial(pattern, "data.pattern"), _no_split, _another_split, _measured_as_trained),
+    *(_format, partial(_number_of_rows, "data"), _idle_buffer, *(partial(_streamed, key) for key in _STREAMED)),
+    *(partial(pattern, "data.pattern"), _split, _measured_as_trained),
     *(partial(_within_output_dir, key) for key in ("data.path", "evaluate.path")),
     *(partial(_idle_without_split, key) for key in ("config", "revision")),
     *(partial(_part_of_the_hub, "data", *pair) for pair in _HUB_KEYS.items()),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from samecurve.config.documents import Finding, describe
-from samecurve.config.rules_tasks import model_folder
 from samecurve.config.schema import Adapter
 from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import InvalidValue, RecipeSource
@@ -40,10 +39,6 @@ def _numbers(value: Callable[[str], Any]) -> Iterator[Finding]:
             yield key, f"found {describe(number)}, expected a number of at most {LARGEST_INTEGER}"
 
 
-def _sizes(value: Callable[[str], Any]) -> Iterator[Finding]:
-    yield from size_problems(value("model.config") or {}, "model.config.")
-
-
 def size_problems(fields: dict[str, Any], prefix: str = "") -> Iterator[Finding]:
     """Yield (key, problem) for sizes in a Hugging Face config with which transformers would fail or build for hours.
 
@@ -55,9 +50,6 @@ def size_problems(fields: dict[str, Any], prefix: str = "") -> Iterator[Finding]
             yield from size_problems(size, f"{prefix}{key}.")
         elif key in _SIZES and (isinstance(size, str) or (isinstance(size, int) and not 1 <= size <= most)):
             yield f"{prefix}{key}", f"found {describe(size)}, expected a number of at least 1 and at most {most:,}"
-
-
-_CONFIG_RULES = _numbers, _sizes
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -76,19 +68,13 @@ def _origin(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "model", "neither path (pretrained) nor config (from scratch) is given; add one"
 
 
-def _model_type(value: Callable[[str], Any]) -> Iterator[Finding]:
+def _config(value: Callable[[str], Any]) -> Iterator[Finding]:
     config = value("model.config")
     if config is not None and "model_type" not in config:
         yield "model.config", "model_type is missing; add it, for example model_type: llama"
     elif config is not None and not isinstance(config["model_type"], str):
         yield "model.config.model_type", f"found {describe(config['model_type'])}, expected text, for example llama"
-
-
-def _folder(value: Callable[[str], Any]) -> Iterator[Finding]:
-    path = value("model.path")
-    # a path of another form without such a folder may be a name of the hub, which only loading the model tells
-    if path is not None and (path.startswith((".", "/", "~")) or Path(path).is_dir()):
-        yield from model_folder("model.path", Path(path))
+    yield from size_problems(config or {}, "model.config.")
 
 
 def _revision(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -125,17 +111,14 @@ def _new_and_frozen(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "model.new_head", text + "train the whole model (adapter.name=null)"
 
 
-def _dora(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("adapter.quantization") is not None and value("adapter.dora"):
-        yield "adapter.dora", "found true, but DoRA needs the norms of weights that are not quantized; use false"
-
-
-def _quantizer(value: Callable[[str], Any]) -> Iterator[Finding]:
+def _quantization(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind = value("adapter.quantization")
     package = "torchao" if kind == "torchao_int8" else "bitsandbytes"
     if kind is not None and importlib.util.find_spec(package) is None:
         text = f"found {kind}, which needs the package {package}; run pip install {package}, or use null"
         yield "adapter.quantization", text
+    if kind is not None and value("adapter.dora"):
+        yield "adapter.dora", "found true, but DoRA needs the norms of weights that are not quantized; use false"
 
 
 def _parameters(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -192,9 +175,9 @@ def _flash_in_fp32(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 RULES = (
-    *(_origin, _model_type, _folder, _revision, _overrides, *_CONFIG_RULES),
+    *(_origin, _config, _numbers, _revision, _overrides),
     *(_new_from_scratch, _new_and_frozen),
-    *(_dora, _quantizer, _adapts, _parameters, _no_target),
+    *(_quantization, _adapts, _parameters, _no_target),
     *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),
     *(_positions, _flash_packed, _flash_in_fp32),
 )

@@ -1,4 +1,4 @@
-"""Rules for single tasks, their losses and the tokenizer that involve more than one recipe key."""
+"""Rules for single tasks, their losses, the tokenizer and the folders of models."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def _task_options(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "task_options", f"{text} and task is {value('task')}; remove them"
 
 
-def _one_positive(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.anchor_column") == value("data.positive_column"):
-        text = f"found {value('data.positive_column')}, which data.anchor_column also names; use another column"
-        yield "data.positive_column", text
+def _same_column(other: str, key: str, fix: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    if value(other) == value(key):
+        yield key, f"found {value(key)}, which {other} also names; use {fix}"
 
 
 def _negatives(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -51,10 +50,11 @@ def _negative_too(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "data.negative_columns", f"found {value(key)}, which {key} also names; remove it"
 
 
-def _teacher(value: Callable[[str], Any]) -> Iterator[Finding]:
-    teacher = value("distill.teacher")
-    if teacher is not None and (teacher.startswith((".", "/", "~")) or Path(teacher).is_dir()):
-        yield from model_folder("distill.teacher", Path(teacher))
+def _folder(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
+    path = value(key)
+    # a path of another form without such a folder may be a name of the hub, which only loading the model tells
+    if path is not None and (path.startswith((".", "/", "~")) or Path(path).is_dir()):
+        yield from model_folder(key, Path(path))
 
 
 def _margin(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -80,12 +80,6 @@ def _weights(value: Callable[[str], Any]) -> Iterator[Finding]:
             yield key, text
 
 
-def _one_answer(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("data.chosen_column") == value("data.rejected_column"):
-        text = f"found {value('data.rejected_column')}, which data.chosen_column also names; use different columns"
-        yield "data.rejected_column", text
-
-
 def _not_by_token(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind, task = value("loss.implementation"), value("task")
     takes = TASKS[task].by_token if kind == "liger" else TASKS[task].takes_chunks
@@ -103,8 +97,11 @@ def _unscaled(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def _one_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("tokenizer.path") is not None and value("tokenizer.vocabulary_size") is not None:
+    path, size = value("tokenizer.path"), value("tokenizer.vocabulary_size")
+    if path is not None and size is not None:
         yield "tokenizer", "both path (an existing tokenizer) and vocabulary_size (train one) are given; keep one"
+    elif path is size is None and value("model.config"):
+        yield "tokenizer", "a model from scratch has no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
 
 
 def _own_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -114,18 +111,16 @@ def _own_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "tokenizer.vocabulary_size", text + "set it to null to use the tokenizer of model.path"
 
 
-def _no_tokenizer(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("model.config") and value("tokenizer.path") is value("tokenizer.vocabulary_size") is None:
-        yield "tokenizer", "a model from scratch has no tokenizer; add tokenizer.path or tokenizer.vocabulary_size"
-
-
 _NEGATIVE_TOO = (partial(_negative_too, f"data.{role}_column") for role in ("anchor", "positive"))
 RULES = (
-    *(_one_tokenizer, _own_tokenizer, _no_tokenizer),
+    *(_one_tokenizer, _own_tokenizer),
     *(partial(_refused, key) for key in dict.fromkeys(key for spec in TASKS.values() for key in spec.refuses)),
-    *(_task_options, _one_positive, _negatives, *_NEGATIVE_TOO, _teacher),
+    partial(_same_column, "data.anchor_column", "data.positive_column", "another column"),
+    partial(_same_column, "data.chosen_column", "data.rejected_column", "different columns"),
+    *(_task_options, _negatives, *_NEGATIVE_TOO),
+    *(partial(_folder, key) for key in ("model.path", "distill.teacher")),
     *(_not_by_token, _unscaled),
-    *(_margin, _smoothing, _weights, _one_answer),
+    *(_margin, _smoothing, _weights),
 )
 
 

@@ -19,10 +19,16 @@ from samecurve.specs.trackers import TRACKERS
 LARGEST_BF16_BETA = 0.99
 
 
-def _bitsandbytes(value: Callable[[str], Any]) -> Iterator[Finding]:
+def _optimizer(value: Callable[[str], Any]) -> Iterator[Finding]:
     name = value("optimizer.name")
     if name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "optimizer.name", f"found {name}, which needs the package bitsandbytes; run pip install bitsandbytes"
+    elif name == "adamw_bf16" and value("precision") != "bf16":
+        text = f"found adamw_bf16, which trains bf16 weights, but precision is {value('precision')}; set that to bf16"
+        yield "optimizer.name", f"{text}, or use another optimizer"
+    elif name == "muon" and (adapter := value("adapter.name")):
+        text = f"found muon, which orthogonalizes a model's hidden matrices, but adapter.name is {adapter}"
+        yield "optimizer.name", f"{text}, which freezes them; use adamw"
 
 
 def _idle_optimizer(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -47,24 +53,11 @@ def _optimizer_options(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "optimizer.options", f"{text}optimizer.weight_decay"
 
 
-def _bf16_weights(value: Callable[[str], Any]) -> Iterator[Finding]:
-    if value("optimizer.name") == "adamw_bf16" and value("precision") != "bf16":
-        text = f"found adamw_bf16, which trains bf16 weights, but precision is {value('precision')}; set that to bf16"
-        yield "optimizer.name", f"{text}, or use another optimizer"
-
-
 def _bf16_mean(value: Callable[[str], Any]) -> Iterator[Finding]:
     second = value("optimizer.betas")[1]
     if value("optimizer.name") == "adamw_bf16" and second > LARGEST_BF16_BETA:
         text = f"found {second:g}, but adamw_bf16 keeps its moments in bf16, where rounding undoes changes of "
         yield "optimizer.betas", f"{text}{1 - second:.2g} of a value; use at most {LARGEST_BF16_BETA:g}, or adamw"
-
-
-def _adapter_under_muon(value: Callable[[str], Any]) -> Iterator[Finding]:
-    adapter = value("adapter.name")
-    if value("optimizer.name") == "muon" and adapter:
-        text = f"found muon, which orthogonalizes a model's hidden matrices, but adapter.name is {adapter}"
-        yield "optimizer.name", f"{text}, which freezes them; use adamw"
 
 
 def _groups(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -82,7 +75,7 @@ def _groups(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 _OPTIMIZER = (
-    *(_bitsandbytes, _optimizer_options, _bf16_weights, _bf16_mean, _adapter_under_muon, _groups),
+    *(_optimizer, _optimizer_options, _bf16_mean, _groups),
     *(partial(_idle_optimizer, key) for key in sorted({key for spec in OPTIMIZERS.values() for key in spec.reads})),
 )
 
@@ -100,14 +93,10 @@ def _offload_compiled(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "compile", f"{text}which breaks the compiled graph; use regional"
 
 
-def _torchao(value: Callable[[str], Any]) -> Iterator[Finding]:
+def _fp8(value: Callable[[str], Any]) -> Iterator[Finding]:
     kind = value("fp8") or "off"
     if kind != "off" and importlib.util.find_spec("torchao") is None:
         yield "fp8", f"found {kind}, which needs the package torchao; run pip install torchao, or use off"
-
-
-def _fp8_of_bf16(value: Callable[[str], Any]) -> Iterator[Finding]:
-    kind = value("fp8") or "off"
     if kind != "off" and value("precision") != "bf16":
         text = f"found {kind}, which needs bf16, but precision is {value('precision')}"
         yield "fp8", f"{text}; set precision to bf16, or use off"
@@ -145,22 +134,18 @@ def _rotated_twice(value: Callable[[str], Any]) -> Iterator[Finding]:
 MEMORY_RULES = (
     partial(_idle_memory, "selective_save", "selective"),
     partial(_idle_memory, "every_n_layers", "every_n_layers"),
-    *(_offload_compiled, _torchao, _fp8_of_bf16, _fp8_of_quantized),
+    *(_offload_compiled, _fp8, _fp8_of_quantized),
     partial(_liger, "model.kernels", "torch"),
     partial(_liger, "loss.implementation", "auto"),
     _rotated_twice,
 )
 
 
-def _profile_order(value: Callable[[str], Any]) -> Iterator[Finding]:
+def _profile_steps(value: Callable[[str], Any]) -> Iterator[Finding]:
     first, last = value("profile.steps") or (1, 1)
     if first > last:
         yield "profile.steps", f"found [{first}, {last}], but the first step comes after the last one; swap them"
-
-
-def _profile_end(value: Callable[[str], Any]) -> Iterator[Finding]:
-    first, last = value("profile.steps") or (1, 1)
-    if first <= last and last > value("steps"):
+    elif last > value("steps"):
         yield "profile.steps", f"found [{first}, {last}], but steps is {value('steps')}; end at that step or earlier"
 
 
@@ -175,19 +160,15 @@ def check_ranks(source: RecipeSource, world_size: int) -> None:
             source.document.problem(("profile", "ranks"), text)
 
 
-def _tracker_installed(value: Callable[[str], Any]) -> Iterator[Finding]:
-    for name in value("logging.trackers"):
+def _trackers(value: Callable[[str], Any]) -> Iterator[Finding]:
+    names = list(value("logging.trackers"))
+    for name in names:
         module, package = TRACKERS.get(name, ("", ""))
         if module and importlib.util.find_spec(module) is None:
             text = f"found {name}, but the package {package} is not installed; run pip install {package}, or remove it"
             yield "logging.trackers", text
-
-
-def _tracker_once(value: Callable[[str], Any]) -> Iterator[Finding]:
-    names = value("logging.trackers")
-    repeated = sorted({name for name in names if list(names).count(name) > 1})
-    if repeated:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield "logging.trackers", f"names {', '.join(repeated)} more than once; name each tracker once"
 
 
-RULES = (*_OPTIMIZER, *MEMORY_RULES, _profile_order, _profile_end, _tracker_installed, _tracker_once)
+RULES = (*_OPTIMIZER, *MEMORY_RULES, _profile_steps, _trackers)

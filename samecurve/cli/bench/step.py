@@ -13,12 +13,12 @@ other load on the machine affects all of them alike.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from samecurve.bench import jobs, options, printing
 from samecurve.cli.commands import Subcommand, require_positive
 from samecurve.config import loader as recipes
-from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.strategy.resolve import STRATEGY_HELP
 
@@ -63,20 +63,18 @@ def run(arguments: argparse.Namespace) -> Subcommand:
     # For a large model the export takes longer than the measured steps.
     settings = jobs.shortened(arguments.recipe, arguments.overrides, arguments.steps, **{"export.enabled": "false"})
     (job,) = jobs.jobs([arguments.strategy], arguments.num_processes or jobs.default_processes())
-    variants = _variants(recipes.load_recipe(arguments.recipe, settings), arguments.options)
+    recipe = recipes.load_recipe(arguments.recipe, settings)
+    keys: Sequence[str] = options.OPTIONS
+    if arguments.options == "none":
+        keys = ()
+    elif arguments.options is not None:
+        keys = arguments.options.split(",")
+        idle = [key for key in keys if len(options.variants(recipe, [key])) == 1]
+        if idle:
+            raise ConfigurationError(
+                f"--options: found {idle[0]}, but it must be a recipe key with a few values, or a block of such keys: "
+                f"{', '.join(variant.name for variant in options.variants(recipe)[1:])}"
+            )
+    variants = options.variants(recipe, keys)
     variants += [options.Variant(text, tuple(text.split())) for text in arguments.variant]
     return Subcommand("samecurve.bench.step", (arguments, job, settings, variants))
-
-
-def _variants(recipe: Recipe, given: str | None) -> list[options.Variant]:
-    """List the variants for --options. Raises ConfigurationError for a key that is not an option."""
-    if given in (None, "none"):
-        return options.variants(recipe, options.OPTIONS if given is None else ())
-    keys = given.split(",")
-    idle = [key for key in keys if len(options.variants(recipe, [key])) == 1]
-    if idle:
-        raise ConfigurationError(
-            f"--options: found {idle[0]}, but it must be a recipe key with a few values, or a block of such keys: "
-            f"{', '.join(variant.name for variant in options.variants(recipe)[1:])}"
-        )
-    return options.variants(recipe, keys)

@@ -83,7 +83,12 @@ def _yaml(path: Path, text: str) -> dict[str, Any]:
 
 def _command(path: Path, text: str) -> tuple[str | None, dict[str, Any]]:
     """Find the command of a shell script: its trainer and its options, those of the YAML that it names among them."""
-    for line in _expanded(text).splitlines():
+    text = re.sub(r"\\\s*\n", " ", text)  # continued lines
+    variables = dict(re.findall(r"^(?:export )?(\w+)=([\w./:-]+)\s*$", text, re.MULTILINE))
+    text = Template(text).safe_substitute(variables)
+    quotient = r"\$\(\s*expr (\d+) / ([1-9]\d*)\s*\)"
+    text = re.sub(quotient, lambda match: str(int(match[1]) // int(match[2])), text)
+    for line in text.splitlines():
         try:
             words = shlex.split(line, comments=True)
         except ValueError:  # a quotation over several lines
@@ -96,7 +101,14 @@ def _command(path: Path, text: str) -> tuple[str | None, dict[str, Any]]:
         match = scripts[words[at]]
         trainer = "trl" if match else _COMMANDS[Path(words[at]).name]
         given = _options(words[:at]) | _options(words[at + 1 :])
-        settings = _processes(words[:at], given)
+        settings = dict(given)
+        if strategy := settings.pop("config_file", None):
+            settings["accelerate_config"] = strategy
+        environment = dict(word.split("=", 1) for word in words[:at] if re.match(r"[A-Z_]+=", word))
+        count = settings.pop("nproc_per_node", None) or environment.get("NPROC_PER_NODE")
+        count = count or settings.get("num_processes")
+        if count and str(count).isdecimal():
+            settings["num_processes"] = int(count)
         if trainer in ("trl", "ms-swift"):
             settings["method"] = match[1] if match else words[at + 1]
         files = [given.get("config"), *(word for word in words[at + 1 :] if word.endswith((".yaml", ".yml")))]
@@ -111,44 +123,20 @@ def _command(path: Path, text: str) -> tuple[str | None, dict[str, Any]]:
     raise ConfigurationError(f"{path}: has no command of trl, llamafactory-cli, axolotl or swift; give their YAML")
 
 
-def _expanded(text: str) -> str:
-    """Join continued lines, and put in the variables that the script sets, and quotients of numbers."""
-    text = re.sub(r"\\\s*\n", " ", text)
-    variables = dict(re.findall(r"^(?:export )?(\w+)=([\w./:-]+)\s*$", text, re.MULTILINE))
-    text = Template(text).safe_substitute(variables)
-    return re.sub(r"\$\(\s*expr (\d+) / ([1-9]\d*)\s*\)", lambda match: str(int(match[1]) // int(match[2])), text)
-
-
 def _options(words: list[str]) -> dict[str, Any]:
     """Read `--key value ...` and `--key=value`; an option without a value is True."""
-    values: dict[str, list[str]] = {}
+    values: dict[str, list[Any]] = {}
     name = ""
     for word in words:
+        is_value, text = bool(name), word
         if word.startswith("--"):
-            name, mark, value = word[2:].partition("=")
-            values[name] = [value] if mark else []
-        elif name:
-            values[name].append(word)
-    parsed = {key: [_value(word) for word in row] for key, row in values.items()}
-    return {key: row[0] if len(row) == 1 else row or True for key, row in parsed.items()}
-
-
-def _value(word: str) -> Any:
-    """Read a number, true or null as YAML has them; all else is text."""
-    value = yaml.safe_load(word) if re.fullmatch(r"[\w.+-]+", word) else word
-    return value if isinstance(value, (int, float, bool, type(None))) else word
-
-
-def _processes(words: list[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Take the number of processes and the strategy's file out of what stands before a command."""
-    environment = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
-    settings = dict(given)
-    if strategy := settings.pop("config_file", None):
-        settings["accelerate_config"] = strategy
-    count = settings.pop("nproc_per_node", None) or environment.get("NPROC_PER_NODE") or settings.get("num_processes")
-    if count and str(count).isdecimal():
-        settings["num_processes"] = int(count)
-    return settings
+            name, mark, text = word[2:].partition("=")
+            values[name], is_value = [], bool(mark)
+        if is_value:
+            # numbers, true and null are read as YAML has them; all else is text
+            value = yaml.safe_load(text) if re.fullmatch(r"[\w.+-]+", text) else text
+            values[name].append(value if isinstance(value, (int, float, bool, type(None))) else text)
+    return {key: row[0] if len(row) == 1 else row or True for key, row in values.items()}
 
 
 def strategy_of(settings: dict[str, Any]) -> str | None:

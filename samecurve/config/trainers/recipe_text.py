@@ -62,7 +62,10 @@ def recipe_text(made: Translation, title: str) -> str:
         block, _, name = key.rpartition(".")
         origins = made.origins.get(key, [])
         comment = f"   # {', '.join(dict.fromkeys(origins))}" if origins else ""
-        blocks.setdefault(block, []).append(f"{'  ' * bool(block)}{name}: {_shown(value)}{comment}")
+        shown = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, float) and 0 < abs(value) < 1e-3:
+            shown = f"{value:.10g}" if "." in f"{value:.10g}" else f"{value:.1e}"
+        blocks.setdefault(block, []).append(f"{'  ' * bool(block)}{name}: {shown}{comment}")
     lines = [f"# {title}", *blocks.pop("", [])]
     for block in sorted(blocks):
         lines += [f"{block}:", *blocks[block]]
@@ -70,9 +73,3 @@ def recipe_text(made: Translation, title: str) -> str:
         lines += ["# Without an equal here, so that the training differs:"]
         lines += [f"#   {key}: nearest is {nearest}" for key, nearest in made.no_equal.items()]
     return "\n".join([*lines, ""])
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float) and 0 < abs(value) < 1e-3:
-        return f"{value:.10g}" if "." in f"{value:.10g}" else f"{value:.1e}"
-    return json.dumps(value, ensure_ascii=False)
