@@ -123,15 +123,16 @@ class StepBatches:
         micro_batches = whole.split(self.batch.micro_batch_size)
         missing = self.batch.accumulation_steps(size) - len(micro_batches)
         micro_batches += whole.first_without_labels().split(1) * missing
-        return micro_batches if self._count is None else [self._examined(batch, self._count) for batch in micro_batches]
-
-    @staticmethod
-    def _examined(batch: MicroBatch, count: Callable[..., int]) -> MicroBatch:
-        facts = BatchFacts.of(batch, count)
-        # the whole step is pinned already; these tensors are new
-        positions = None if facts.positions is None else _pinned(facts.positions)
-        documents = facts.documents and facts.documents._replace(starts=_pinned(facts.documents.starts))
-        return replace(batch, facts=facts._replace(positions=positions, documents=documents))
+        if self._count is None:
+            return micro_batches
+        examined = []
+        for batch in micro_batches:
+            facts = BatchFacts.of(batch, self._count)
+            # the whole step is pinned already; these tensors are new
+            positions = None if facts.positions is None else _pinned(facts.positions)
+            documents = facts.documents and facts.documents._replace(starts=_pinned(facts.documents.starts))
+            examined.append(replace(batch, facts=facts._replace(positions=positions, documents=documents)))
+        return examined
 
     def _whole(self, step: int, rows: np.ndarray | None = None) -> MicroBatch:
         """Return this rank's rows of a step as one batch. rows: replace those that the step reads."""

@@ -19,7 +19,6 @@ from samecurve.specs.data_names import CHATML
 from samecurve.storage.cache import digest
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
@@ -119,11 +118,22 @@ class ChatEncoder(ConversationEncoder):
 
     def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
         rendered = [self.rows(document) for document in documents]
-        texts = [row.text for rows in rendered for row in rows]
-        encodings = iter(self._rust.encode_batch(texts, add_special_tokens=False))
+        flat = [row for rows in rendered for row in rows]
+        encodings = self._rust.encode_batch([row.text for row in flat], add_special_tokens=False)
+        of_rows = []
+        for encoding, row in zip(encodings, flat, strict=True):
+            offsets, spans = np.array(encoding.offsets), row.spans
+            inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
+            self.counts["answers_begun_inside_a_token"] += inside
+            weights = np.ones(len(offsets), np.float32) if self.weighted else None
+            if weights is not None:
+                for span in (span for span in spans if span[0] in row.weights):
+                    weights[overlap(offsets, [span])] = weights_of([row.weights[span[0]]])
+            of_rows.append(Encoded(encoding.ids, overlap(offsets, spans), weights=weights))
+        following = iter(of_rows)
         encoded, specials = [], next(iter(self.templates.values())).special
         for document, rows in zip(documents, rendered, strict=True):
-            first, *more = [self._encoded(next(encodings), row) for row in rows]
+            first, *more = [next(following) for _ in rows]
             encoded.append(first._replace(more=tuple(more)))
             if more:
                 self.counts["split_conversations"] += 1
@@ -131,16 +141,6 @@ class ChatEncoder(ConversationEncoder):
             special = (any(token in message["content"] for token in specials) for message in document.messages)
             self.counts["messages_with_special_tokens"] += sum(special)
         return encoded
-
-    def _encoded(self, encoding: Encoding, row: Rendered) -> Encoded:
-        offsets, spans = np.array(encoding.offsets), row.spans
-        inside = sum(bool(((offsets[:, 0] < start) & (start < offsets[:, 1])).any()) for start, _ in spans)
-        self.counts["answers_begun_inside_a_token"] += inside
-        weights = np.ones(len(offsets), np.float32) if self.weighted else None
-        if weights is not None:
-            for span in (span for span in spans if span[0] in row.weights):
-                weights[overlap(offsets, [span])] = weights_of([row.weights[span[0]]])
-        return Encoded(encoding.ids, overlap(offsets, spans), weights=weights)
 
     def rows(self, conversation: Conversation) -> list[Rendered]:
         """Return the rows of a conversation, in the order of their last turns."""

@@ -41,8 +41,11 @@ class Unread:
 
     def add(self, value: object, read: Collection[str]) -> None:
         self.num += 1
-        said = set(_texts(value))
-        if said and (all(any(_has(whole, text) for whole in read) for text in said) or _contains_all(said, read)):
+        said, size = set(_texts(value)), sum(map(len, read))
+        if said and all(any(_has(whole, text) for whole in read) for text in said):
+            self.repeats += 1
+        # mostly made of all the texts read, such as a rendered prompt with its answer
+        elif read and any(2 * size > len(text) and all(part in text for part in read) for text in said):
             self.repeats += 1
         elif any(len(text.split(maxsplit=CONTENT_WORDS)) >= CONTENT_WORDS for text in said):
             self.texts += 1
@@ -180,9 +183,3 @@ def _texts(value: object) -> Iterator[str]:
 def _has(whole: str, text: str) -> bool:
     """Whether a text stands in another one as words: "2" in "it is 2.", and not "x" in "text"."""
     return text in whole and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", whole) is not None
-
-
-def _contains_all(texts: Iterable[str], read: Collection[str]) -> bool:
-    """Whether one of the texts is mostly made of all the texts read, such as a rendered prompt with its answer."""
-    size = sum(map(len, read))
-    return bool(read) and any(2 * size > len(text) and all(part in text for part in read) for text in texts)

@@ -34,29 +34,34 @@ class ConversationEncoder(Encoder):
     def encode(self, documents: list[Conversation]) -> list[Encoded]:
         said = [document for document in documents if document.messages]
         encoded = iter(self.encode_texts(said) if said else ())
-        return [next(encoded) if one.messages else self._given(one) for one in documents]
+        results = []
+        for document in documents:
+            if document.messages:
+                results.append(next(encoded))
+                continue
+            if document.segments:  # their special tokens are meant, as axolotl's tokenizer reads them
+                as_text, self._rust.encode_special_tokens = self._rust.encode_special_tokens, False
+                parts = self._rust.encode_batch(document.segments, add_special_tokens=False)
+                self._rust.encode_special_tokens = as_text
+                tokens = [token for part in parts for token in part.ids]
+                marks = np.repeat(np.array(document.trained, dtype=bool), [len(part) for part in parts])
+                weights = np.ones(len(marks), np.float32) if self.weighted else None
+                results.append(Encoded(tokens, marks, weights=weights))
+                continue
+            tokens = document.tokens or ()
+            wrong = next((token for token in tokens if not 0 <= token < self._num_ids), None)
+            if wrong is not None:
+                raise DataError(
+                    f"{document.place}: 'input_ids' has {wrong}, but the tokenizer's ids end at {self._num_ids - 1}; "
+                    "use the tokenizer that made the rows"
+                )
+            weights = weights_of(document.weights or [1.0] * len(tokens)) if self.weighted else None
+            results.append(Encoded(tokens, np.array(document.trained, dtype=bool), weights=weights))
+        return results
 
     @abstractmethod
     def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
         """Encode conversations that have messages. Raises DataError for one that cannot be encoded."""
-
-    def _given(self, document: Conversation) -> Encoded:
-        if document.segments:  # their special tokens are meant, as axolotl's tokenizer reads them
-            as_text, self._rust.encode_special_tokens = self._rust.encode_special_tokens, False
-            parts = self._rust.encode_batch(document.segments, add_special_tokens=False)
-            self._rust.encode_special_tokens = as_text
-            marks = np.repeat(np.array(document.trained, dtype=bool), [len(part) for part in parts])
-            weights = np.ones(len(marks), np.float32) if self.weighted else None
-            return Encoded([token for part in parts for token in part.ids], marks, weights=weights)
-        tokens = document.tokens or ()
-        wrong = next((token for token in tokens if not 0 <= token < self._num_ids), None)
-        if wrong is not None:
-            raise DataError(
-                f"{document.place}: 'input_ids' has {wrong}, but the tokenizer's ids end at {self._num_ids - 1}; use "
-                "the tokenizer that made the rows"
-            )
-        weights = weights_of(document.weights or [1.0] * len(tokens)) if self.weighted else None
-        return Encoded(tokens, np.array(document.trained, dtype=bool), weights=weights)
 
 
 class TextEncoder(ConversationEncoder):

@@ -101,20 +101,16 @@ def find_matches(name: str, data: Data, selection: sources.Selection = sources.W
     files = sources.find_source(name, data.pattern, selection=selection).files
     rows = (row for _, row in sources.table_rows(files[0], MatchSource.documents_are) if isinstance(row, dict))
     first = next(rows, {})  # decides on the negatives of all rows
-    negatives = _negative_columns(first) if data.negative_columns is None else data.negative_columns
+    negatives = data.negative_columns
+    if negatives is None:  # negative, negative_1, negative_2, ...
+        matches = (re.fullmatch(r"negative(?:_(\d+))?", name) for name in map(str, first))
+        negatives = [match[0] for match in sorted(filter(None, matches), key=lambda match: int(match[1] or 0))]
     columns = [("anchor_column", data.anchor_column), ("positive_column", data.positive_column)]
     columns += [("negative_columns", column) for column in negatives]
     number, listed = data.num_negatives, first.get("neg") or []
     number = number if number is not None else len(listed) if isinstance(listed, list) else 0
     rest = data.format, number, data.num_negatives is not None
     return MatchSource(name, files, "text", tuple(columns), *rest, selection=selection)
-
-
-def _negative_columns(row: dict) -> list[str]:
-    """Return the columns negative, negative_1, negative_2, ... of a row."""
-    names = map(str, row)
-    numbers = {name: int(match[1] or 0) for name in names if (match := re.fullmatch(r"negative(?:_(\d+))?", name))}
-    return sorted(numbers, key=numbers.__getitem__)
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -284,24 +280,15 @@ class DocstringSource(MatchSource):
         seen: set[str] = set()
         for file in self.local_files:
             for line, prompt, body in _functions(file):
-                texts = _summary_and_code(prompt, body)
-                if texts and not seen.intersection(texts):
+                definition = ast.parse(function(prompt, body)).body[0]
+                assert isinstance(definition, Function)
+                summary = " ".join((ast.get_docstring(definition) or "").split("\n\n")[0].split())
+                signature = "\n".join(prompt.split("\n")[: definition.body[0].lineno - 1])
+                texts = summary, function(signature, body)
+                # there is no signature where the docstring begins in the function's first line
+                if len(summary.split()) >= 3 and signature and not seen.intersection(texts):
                     seen.update(texts)
                     yield Match(f"{file}:{line}", texts)
-
-
-def _summary_and_code(prompt: str, body: str) -> tuple[str, str] | None:
-    """Return the docstring's first paragraph and the code without the docstring.
-
-    Returns None if the paragraph has less than three words, or the docstring begins in the function's first line.
-    """
-    definition = ast.parse(function(prompt, body)).body[0]
-    assert isinstance(definition, Function)
-    summary = " ".join((ast.get_docstring(definition) or "").split("\n\n")[0].split())
-    signature = "\n".join(prompt.split("\n")[: definition.body[0].lineno - 1])
-    if len(summary.split()) < 3 or not signature:
-        return None
-    return summary, function(signature, body)
 
 
 def _distinct_functions(files: tuple[Path, ...]) -> Iterator[tuple[str, str, str]]:

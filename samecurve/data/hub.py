@@ -166,15 +166,24 @@ def _is_cached(builder: DatasetBuilder) -> bool:
 
 def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> DatasetBuilder:
     """Return the builder of the requested revision in the cache of `datasets`. Raises DataError if it is missing."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
     # By itself `datasets` takes the newest version in its cache, whatever the revision.
-    commit = _commit(name, revision or "main")
+    wanted = revision or "main"
+    commit = wanted if _COMMIT.fullmatch(wanted) else None
+    if commit is None:
+        # the hub's last known answer
+        known = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"), "refs", wanted)
+        with contextlib.suppress(OSError):
+            commit = known.read_text().strip()
     if commit == newest.hash or (commit is None and revision is None):
         return newest
     # the cache of datasets has the folders OWNER___NAME/CONFIG/VERSION/COMMIT
     versions = Path(newest.cache_dir).parents[1]
     folders = [] if commit is None else sorted(versions.glob(f"*/{commit}"))
     if not folders:
-        asked = f"revision {revision or 'main'}" + (f" (commit {commit})" if commit not in (None, revision) else "")
+        asked = f"revision {wanted}" + (f" (commit {commit})" if commit not in (None, revision) else "")
         others = sorted(folder.name for folder in versions.glob("*/*") if _COMMIT.fullmatch(folder.name))
         raise DataError(
             f"{name}: the hub cannot be reached, and {asked} is not in the cache of datasets; download it while "
@@ -187,19 +196,6 @@ def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> Datas
         version=folders[-1].parent.name,
         hash=commit,
     )
-
-
-def _commit(name: str, revision: str) -> str | None:
-    """Return the commit of a revision by the hub's last known answer; None without one."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    if _COMMIT.fullmatch(revision):
-        return revision
-    known = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"), "refs", revision)
-    with contextlib.suppress(OSError):
-        return known.read_text().strip()
-    return None
 
 
 def _config_error(name: str, config: str | None, revision: str | None) -> DataError | None:

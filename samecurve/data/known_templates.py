@@ -219,7 +219,8 @@ def _proved(family: Family, original: str, edited: str, keep: bool) -> bool:
             new = next((new.removesuffix(end) for end in family.ends if new.endswith(end)), new)
             behind = new.startswith(prompt) and new != prompt and text.endswith(new[len(prompt) :])
             unasked_left_out = text.startswith(new) and text[len(new) :] in prompt
-            added = keep and "#r" in str(probe[index]) and "#r" not in text and _is_inserted(text, new)
+            same = sum(len(os.path.commonprefix(both)) for both in ((text, new), (text[::-1], new[::-1])))
+            added = keep and "#r" in str(probe[index]) and "#r" not in text and same >= len(text)
             if not (behind or unasked_left_out or added):
                 return False
             if keep:  # later turns follow reasoning that the original leaves out
@@ -233,11 +234,6 @@ def _proved(family: Family, original: str, edited: str, keep: bool) -> bool:
             return False
         num_proved += 1
     return num_proved > 1
-
-
-def _is_inserted(text: str, longer: str) -> bool:
-    begin, end = (len(os.path.commonprefix(both)) for both in ((text, longer), (text[::-1], longer[::-1])))
-    return begin + end >= len(text)
 
 
 def _texts(

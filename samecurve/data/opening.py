@@ -47,7 +47,15 @@ def lines_of(name: Path | str, longest: int | None = None) -> Iterator[bytes]:
     encoding = None
     try:
         with contextlib.ExitStack() as stack:
-            stream = _unpacked(name, stack)
+            packed: Any  # fsspec has its own classes
+            if isinstance(name, Path):
+                packed = stack.enter_context(open(name, "rb"))
+            else:
+                import fsspec
+
+                packed = stack.enter_context(fsspec.open(name, "rb"))
+            unpack = _UNPACKERS.get(Path(name).suffix.lower())
+            stream = stack.enter_context(io.BufferedReader(unpack(packed) if unpack else packed))
             encoding = marked_encoding(str(name), stream.peek(POINTER_BYTES)[:POINTER_BYTES])
             # other characters than "\n" end no line
             text = stream if encoding is None else io.TextIOWrapper(stream, encoding, newline="\n")
@@ -116,18 +124,6 @@ def unreadable(name: object, error: Exception) -> DataError:
     if isinstance(error, PermissionError):
         fix = "; give the user of this process permission to read it (chmod +r), or leave it out with data.pattern"
     return DataError(f"{name}: could not be read: {reason}{fix}")
-
-
-def _unpacked(name: Path | str, stack: contextlib.ExitStack) -> io.BufferedReader:
-    stream: Any  # fsspec has its own classes
-    if isinstance(name, Path):
-        stream = stack.enter_context(open(name, "rb"))
-    else:
-        import fsspec
-
-        stream = stack.enter_context(fsspec.open(name, "rb"))
-    unpack = _UNPACKERS.get(Path(name).suffix.lower())
-    return stack.enter_context(io.BufferedReader(unpack(stream) if unpack else stream))
 
 
 def _zstd(stream: BinaryIO) -> Any:

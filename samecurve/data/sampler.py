@@ -149,16 +149,15 @@ class _EpochOrder:
         """
         known, origin = self._known
         nth = epoch
-        while nth >= self._first and nth != known and self._repeats(nth):
+        while nth >= self._first and nth != known:
+            before, after = self._around(nth)
+            # the steps at both ends of the epoch need no more rows than there are
+            if not before or before + min(after, self._num_rows) + self._around(nth + 1)[0] <= self._num_rows:
+                break
             nth -= 1
         root = origin if nth == known else nth
         self._known = (epoch, root)  # later epochs need not look further back
         return root
-
-    def _repeats(self, epoch: int) -> bool:
-        """Whether the steps at both ends of the epoch need more rows than there are."""
-        before, after = self._around(epoch)
-        return before > 0 and before + min(after, self._num_rows) + self._around(epoch + 1)[0] > self._num_rows
 
     def _around(self, epoch: int) -> tuple[int, int]:
         """Return the numbers of rows before and after the epoch's start within the step that contains it."""
@@ -264,8 +263,12 @@ class LengthOrder:
             tail = self._tail(epoch)
             rows = _without(rows, tail)
         if group == 0 and layout.head:
-            # the tail of the epoch before is in the same step, which must not read a row twice
-            head = self._head(_without(rows, self._tail(epoch - 1)), epoch)
+            # the tail of the epoch before is in the same step, which must not read a row twice; it is completed by the
+            # longest rows that are no longer than the longest one there
+            before = self._tail(epoch - 1)
+            others, longest = _without(rows, before), self.sizes[before].max()
+            end = max(layout.head, int(np.searchsorted(self.sizes[others], longest, side="right")))
+            head = others[end - layout.head : end]
             rows = _without(rows, head)
         steps = rows.reshape(-1, self.step_size)
         # for rows_at, each group of each epoch is an epoch of its own, with an order of its own
@@ -279,16 +282,6 @@ class LengthOrder:
         rows = self._by_length(epoch, layout.num_groups - 1)
         first = int(rows_at(np.array(epoch), len(rows) - layout.tail + 1, self.seed))
         return rows[first : first + layout.tail]
-
-    def _head(self, rows: np.ndarray, epoch: int) -> np.ndarray:
-        """Choose, of rows sorted by length, those that complete the last step of the epoch before.
-
-        They are the longest rows that are no longer than the longest row already in that step.
-        """
-        longest = self.sizes[self._tail(epoch - 1)].max()
-        num_rows = self._layout(epoch).head
-        end = max(num_rows, int(np.searchsorted(self.sizes[rows], longest, side="right")))
-        return rows[end - num_rows : end]
 
     def _by_length(self, epoch: int, group: int) -> np.ndarray:
         starts = self._layout(epoch).starts

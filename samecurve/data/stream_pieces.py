@@ -120,7 +120,12 @@ class _Joints:
 def cut_into_chunks(files: Sequence[StreamFile], buffer_bytes: float) -> list[FileChunk]:
     """Cut files into chunks of about 1/16 of the buffer. A compressed file or a parquet row group is one chunk."""
     wanted = max(1, int(buffer_bytes / _PIECES_PER_BLOCK))
-    kinds = [_kind(file) for file in files]
+    kinds = []
+    for path in (Path(file.name) for file in files):
+        kind = table_kind(path) or "text"
+        if kind == "jsonl":
+            kind = "compressed" if path.suffix.lower() in COMPRESSED else "lines"
+        kinds.append(kind)
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # each footer of a remote file is a request
         parquet = [file for file, kind in zip(files, kinds, strict=True) if kind == "parquet"]
         groups = dict(zip(parquet, pool.map(_row_groups, parquet), strict=True))
@@ -147,14 +152,6 @@ def cut_into_chunks(files: Sequence[StreamFile], buffer_bytes: float) -> list[Fi
 def fingerprint(files: Sequence[StreamFile]) -> str:
     """Return a digest of the files' relative names and sizes, so that a copy of the same files is the same data."""
     return digest([(file.relative, file.size) for file in files])
-
-
-def _kind(file: StreamFile) -> str:
-    path = Path(file.name)
-    kind = table_kind(path)
-    if kind == "jsonl":
-        return "compressed" if path.suffix.lower() in COMPRESSED else "lines"
-    return kind or "text"
 
 
 def _text_piece(texts: list[StreamFile]) -> FileChunk:
@@ -297,7 +294,15 @@ def find_stream_files(
         name = name.removeprefix("file://")
         root = Path(name).expanduser()
         below = root if root.is_dir() else root.parent
-        files = [_local(file, below) for file in sources.find_source(name, pattern, text_column, selection).local_files]
+        files = []
+        for file in sources.find_source(name, pattern, text_column, selection).local_files:
+            try:
+                stat = file.stat()
+                open(file, "rb").close()  # report an unreadable file now, not at the block that reads it
+            except OSError as error:
+                raise unreadable(file, error) from error
+            version = f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+            files.append(StreamFile(str(file), os.path.relpath(file, below), stat.st_size, version))
     whole = [file.name for file in files if table_kind(Path(file.name)) in ("json", "csv", "tsv", "arrow")]
     if whole:
         raise DataError(
@@ -305,16 +310,6 @@ def find_stream_files(
             "choose other files with data.pattern, or set data.streaming=false"
         )
     return tuple(files)
-
-
-def _local(file: Path, below: Path) -> StreamFile:
-    try:
-        stat = file.stat()
-        open(file, "rb").close()  # report an unreadable file now, not at the block that reads it
-    except OSError as error:
-        raise unreadable(file, error) from error
-    version = f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
-    return StreamFile(str(file), os.path.relpath(file, below), stat.st_size, version)
 
 
 def _of_split(where: Address, selection: sources.Selection) -> list[StreamFile]:

@@ -125,20 +125,18 @@ class VerifiedTokens:
                 blocks = np.asarray(index) // self._per_block
             wanted = np.unique(blocks[~self._verified[blocks]])
             for block in wanted.tolist():
-                self._verify(block)
+                tokens = self._tokens[block * self._per_block :][: self._per_block]
+                try:
+                    self._entry.check_block(self._name, block, tokens)
+                except DamagedEntryError as error:
+                    self._entry.condemn()
+                    raise StorageError(
+                        f"{self._entry.folder}: {error}; start the run again, which tokenizes the data anew; if this "
+                        "message comes again, delete the folder first"
+                    ) from error
+                self._verified[block] = True
             self._all_verified = not len(wanted) and bool(self._verified.all())
         return self._tokens[index]
-
-    def _verify(self, block: int) -> None:
-        try:
-            self._entry.check_block(self._name, block, self._tokens[block * self._per_block :][: self._per_block])
-        except DamagedEntryError as error:
-            self._entry.condemn()
-            raise StorageError(
-                f"{self._entry.folder}: {error}; start the run again, which tokenizes the data anew; if this message "
-                "comes again, delete the folder first"
-            ) from error
-        self._verified[block] = True
 
 
 class DocumentEncoder(Encoder):
@@ -301,21 +299,22 @@ def _batches(documents: Iterator) -> Iterator[list]:
 def _open(entry: FinishedEntry, key: str) -> Corpus:
     """Map the files of a finished entry. Raises DamagedEntryError."""
     meta = json.loads(entry.read("meta.json"))
-    train, held_out = (_map(entry, part, meta, key) for part in PARTS)
+    streams = []
+    for part in PARTS:
+        num_tokens = meta["num_tokens"][part]
+        offsets = np.load(entry.path(f"{part}_offsets.npy"), mmap_mode="r")
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != num_tokens or (offsets[1:] < offsets[:-1]).any():
+            raise DamagedEntryError(
+                f"{part}_offsets.npy does not rise from 0 to the {num_tokens:,} tokens of meta.json"
+            )
+        arrays = {name: _map_file(entry, f"{part}_{name}.bin", _BESIDE[name], num_tokens) for name in meta["beside"]}
+        if meta["labelled"]:
+            arrays["labels"] = np.load(entry.path(f"{part}_labels.npy"), mmap_mode="r")
+        tokens = _map_file(entry, f"{part}.bin", np.dtype(meta["dtype"]), num_tokens, _LARGE_BYTES)
+        streams.append(TokenStream(tokens, offsets, digest(key, part), **arrays))
+    train, held_out = streams
     columns, bad_rows = Columns.of(meta["columns"]), entry.path(BAD_ROWS)
     return Corpus(train, held_out, meta["empty_documents"], meta["counts"], columns, meta["bad_rows"], bad_rows)
-
-
-def _map(entry: FinishedEntry, part: str, meta: dict, key: str) -> TokenStream:
-    num_tokens = meta["num_tokens"][part]
-    offsets = np.load(entry.path(f"{part}_offsets.npy"), mmap_mode="r")
-    if not len(offsets) or offsets[0] != 0 or offsets[-1] != num_tokens or (offsets[1:] < offsets[:-1]).any():
-        raise DamagedEntryError(f"{part}_offsets.npy does not rise from 0 to the {num_tokens:,} tokens of meta.json")
-    arrays = {name: _map_file(entry, f"{part}_{name}.bin", _BESIDE[name], num_tokens) for name in meta["beside"]}
-    if meta["labelled"]:
-        arrays["labels"] = np.load(entry.path(f"{part}_labels.npy"), mmap_mode="r")
-    tokens = _map_file(entry, f"{part}.bin", np.dtype(meta["dtype"]), num_tokens, _LARGE_BYTES)
-    return TokenStream(tokens, offsets, digest(key, part), **arrays)
 
 
 def _map_file(entry: FinishedEntry, name: str, dtype: np.dtype, num_tokens: int, most_bytes: float = math.inf) -> Any:

@@ -76,7 +76,20 @@ def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | 
         ConfigurationError: when the tokenizer's files are missing, or `tokenizer.pad_token` is not one of its tokens.
         DataError: when there is nothing to train a tokenizer on, or an adapter would have to train new tokens.
     """
-    tokenizer = _load(recipe, find)
+    path, size = recipe.tokenizer.path or recipe.model.path, recipe.tokenizer.vocabulary_size
+    if size is not None:
+        if find is None:
+            data, selection = recipe.data, sources.Selection.of(recipe, recipe.data)
+            assert data.path is not None  # the tasks that take a mixture give `find`
+            source = sources.find_source(data.path, data.pattern, data.text_column, selection)
+        else:
+            source = find(recipe.data)
+        tokenizer = _trained(recipe, source, size)
+    elif path is None:
+        raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
+    else:
+        revision = recipe.model.revision if path == recipe.model.path else None
+        tokenizer = load_pretrained_tokenizer(path, recipe.model.trust_remote_code, revision)
     if recipe.tokenizer.chat_template == CHATML:
         new = apply_chatml(tokenizer)
         if new and recipe.adapter.name is not None:
@@ -98,23 +111,6 @@ def load_tokenizer(recipe: Recipe, find: Callable[[Data], sources.DataSource] | 
             )
         tokenizer.pad_token = token
     return tokenizer
-
-
-def _load(recipe: Recipe, find: Callable[[Data], sources.DataSource] | None) -> PreTrainedTokenizerFast:
-    size = recipe.tokenizer.vocabulary_size
-    if size is not None:
-        if find is None:
-            data, selection = recipe.data, sources.Selection.of(recipe, recipe.data)
-            assert data.path is not None  # the tasks that take a mixture give `find`
-            source = sources.find_source(data.path, data.pattern, data.text_column, selection)
-        else:
-            source = find(recipe.data)
-        return _trained(recipe, source, size)
-    path = recipe.tokenizer.path or recipe.model.path
-    if path is None:
-        raise ConfigurationError("no tokenizer: set tokenizer.path, or tokenizer.vocabulary_size to train one")
-    revision = recipe.model.revision if path == recipe.model.path else None
-    return load_pretrained_tokenizer(path, recipe.model.trust_remote_code, revision)
 
 
 def padding(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:

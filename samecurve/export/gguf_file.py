@@ -122,8 +122,7 @@ def write_gguf(source: Path, file: Path, precision: str, name: str) -> tuple[str
     family, rounding, wanted = FAMILIES[config.model_type], Rounding(), Type[GGUF_TYPES[precision]]
     writer = gguf.GGUFWriter(file, family.arch)
     writer.add_name(name)
-    _add_sizes(writer, config)
-    extra = _add_rope(writer, config)
+    extra = _add_config(writer, config)
     gguf_tokenizer.add_to(writer, table, tokenizer, source)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if precision == "fp32" else f"MOSTLY_{wanted.name}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -201,7 +200,8 @@ def _head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _add_sizes(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+def _add_config(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> dict[str, np.ndarray]:
+    """Add the model's sizes and its rotary embedding. Returns tensors to write beside the weights, fp32, by name."""
     window, length = getattr(config, "sliding_window", None) or 0, config.max_position_embeddings
     if config.model_type == "mistral" and window:  # llama.cpp computes full attention, equal up to the window
         length = min(length, window)
@@ -224,10 +224,6 @@ def _add_sizes(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None):
             getattr(writer, f"add_{key}")(getattr(config, key))
-
-
-def _add_rope(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> dict[str, np.ndarray]:
-    """Add the rotary embedding's metadata. Returns tensors to write beside the weights, fp32, by name."""
     ropes = _ropes(config)
     rope = ropes.get("full_attention") or ropes[""]
     writer.add_rope_freq_base(rope["rope_theta"])

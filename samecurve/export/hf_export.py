@@ -101,7 +101,7 @@ def export(
         return ""
     kept, lost = _kept(skeleton, target)
     folder = target.path.with_name(f"{target.path.name}.partial")
-    layout = _adapter(skeleton) if is_adapted(skeleton) else _whole_model(skeleton, target.shard_bytes, kept)
+    layout = _layout_of(skeleton, target.shard_bytes, kept)
     writer = _FileWriter(skeleton, layout, folder, target.dtype)
     shutil.rmtree(folder, ignore_errors=True)  # of a killed export: transformers would read its files, too
     try:
@@ -158,8 +158,21 @@ class _FileLayout(NamedTuple):
     write_config: Callable[[PreTrainedModel, Path, ExportTarget], None]
 
 
-def _whole_model(skeleton: PreTrainedModel, shard_bytes: int, kept: Mapping[str, Stored] | None) -> _FileLayout:
-    """Return the layout of a model, or of the packaged one around it; `kept` are the tensors beside the text part."""
+def _layout_of(skeleton: PreTrainedModel, shard_bytes: int, kept: Mapping[str, Stored] | None) -> _FileLayout:
+    """Return the layout of an adapter, of a model, or of the packaged one around it.
+
+    `kept` are the tensors beside the text part.
+    """
+    if is_adapted(skeleton):
+        stored, twice = stored_names(skeleton), stored_twice(skeleton)
+
+        def convert_adapter(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            second = {twice[name]: tensor.clone() for name, tensor in tensors.items() if name in twice}
+            return {stored[name]: tensor for name, tensor in tensors.items()} | second
+
+        # a single file, because peft reads only one
+        groups = {name: (name,) for name in stored}
+        return _FileLayout(groups, convert_adapter, "adapter_model", math.inf, _write_adapter_config)
     package, names = package_of(skeleton), [*(name for name, _ in skeleton.named_parameters())]
     names += sorted(constants(skeleton).difference(names))
     if package is None or kept is None:
@@ -188,18 +201,6 @@ def _write_package(
     for file in (folder / name for folder in folders for name in PROCESSOR_FILES):
         if file.is_file():
             shutil.copyfile(file, directory / file.name)
-
-
-def _adapter(skeleton: PreTrainedModel) -> _FileLayout:
-    """Return the layout of an adapter: a single file, because peft reads only one."""
-    names, twice = stored_names(skeleton), stored_twice(skeleton)
-
-    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        second = {twice[name]: tensor.clone() for name, tensor in tensors.items() if name in twice}
-        return {names[name]: tensor for name, tensor in tensors.items()} | second
-
-    groups = {name: (name,) for name in names}
-    return _FileLayout(groups, convert, "adapter_model", math.inf, _write_adapter_config)
 
 
 class _FileWriter:

@@ -113,6 +113,13 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
         return f"---\n{text}---\n\n# {run.resolve().name}\n\n## Not known\n\nHow this model was trained: {why}.\n"
     facts = without_folders(known[-1].facts)
     recipe = facts["recipe"]
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)  # that no text inside can close
+    base = recipe["model"]["path"]
+    missing = ["intended uses, limitations and biases of the model"]
+    missing += ["the licence of these weights"] if info.license is None else []
+    missing += ["the licence of the data"]
+    missing += [f"what {_escaped(base)} was trained on, and its licence"] if base else []
     parts = [
         f"---\n{yaml.safe_dump(metadata(known[-1].facts, info), sort_keys=False, allow_unicode=True)}---\n",
         f"# {_escaped(Path(facts['output_dir']).name)}\n",
@@ -122,8 +129,9 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
         *_curve(history),
         *_evaluation(facts, history),
         *_sessions(known),
-        *_recipe(facts),
-        *_unknown(facts, info),
+        f"\n## Recipe\n\nWith every default:\n\n{fence}yaml\n{text}{fence}\n",
+        "## Not known\n\nThis card cannot say:\n",
+        *(f"- {text}" for text in missing),
     ]
     return "\n".join(parts) + "\n"
 
@@ -189,20 +197,20 @@ def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
     else:
         lines += [f"model = {loader}.from_pretrained(folder)  # this folder"]
     yield "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", "```\n"])
-    if auto_class == "AutoModelForCausalLM":
-        yield f"To serve it, if vLLM has the model's class:\n\n```\n{_served(recipe, info)}\n```\n"
-
-
-def _served(recipe: dict, info: ExportInfo) -> str:
+    if auto_class != "AutoModelForCausalLM":
+        return
     adapter = recipe["adapter"]
     if not adapter["name"] or info.merged:
-        return "vllm serve .  # this folder, or the model's name on the hub"
-    if adapter.get("dora"):
-        return "# vLLM has no DoRA: merge the adapter first (python -m samecurve merge RUN)"
-    rank = adapter.get("rank", 0)
-    larger = f" --max-lora-rank {next((known for known in _VLLM_RANKS if known >= rank), rank)}" if rank > 16 else ""
-    base = shlex.quote(recipe["model"]["path"])
-    return f"vllm serve {base} --enable-lora{larger} --lora-modules adapter=.  # model name: adapter; .: this folder"
+        command = "vllm serve .  # this folder, or the model's name on the hub"
+    elif adapter.get("dora"):
+        command = "# vLLM has no DoRA: merge the adapter first (python -m samecurve merge RUN)"
+    else:
+        rank, larger = adapter.get("rank", 0), ""
+        if rank > 16:
+            larger = f" --max-lora-rank {next((known for known in _VLLM_RANKS if known >= rank), rank)}"
+        command = f"vllm serve {shlex.quote(recipe['model']['path'])} --enable-lora{larger} --lora-modules adapter=."
+        command += "  # model name: adapter; .: this folder"
+    yield f"To serve it, if vLLM has the model's class:\n\n```\n{command}\n```\n"
 
 
 def _use_gguf(facts: dict, info: ExportInfo) -> Iterator[str]:
@@ -321,22 +329,6 @@ def _sessions(known: Sequence[SessionRecord]) -> Iterator[str]:
         what = [facts.get(key, UNKNOWN) for key in ("strategy", "world_size", "device")]
         rows.append((facts.get("started", UNKNOWN), session.start_step + 1, *what, ended))
     yield _table(rows)
-
-
-def _recipe(facts: dict) -> Iterator[str]:
-    text = yaml.safe_dump(facts["recipe"], sort_keys=False, allow_unicode=True)
-    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)  # that no text inside can close
-    yield f"\n## Recipe\n\nWith every default:\n\n{fence}yaml\n{text}{fence}\n"
-
-
-def _unknown(facts: dict, info: ExportInfo) -> Iterator[str]:
-    base = facts["recipe"]["model"]["path"]
-    missing = ["intended uses, limitations and biases of the model"]
-    missing += ["the licence of these weights"] if info.license is None else []
-    missing += ["the licence of the data"]
-    missing += [f"what {_escaped(base)} was trained on, and its licence"] if base else []
-    yield "## Not known\n\nThis card cannot say:\n"
-    yield "\n".join(f"- {text}" for text in missing)
 
 
 def _escaped(text: object) -> str:

@@ -55,7 +55,15 @@ def pair_losses(settings: Dpo, log_probabilities: Tensor, lengths: Tensor, refer
         assert settings.gamma is not None  # a rule of the configuration
         return -F.logsigmoid(beta * (mean[:, 0] - mean[:, 1]) - settings.gamma)
     if settings.loss == "orpo":
-        return _orpo(settings, mean)
+        # ORPO, arXiv:2403.07691, equations 6 and 7, with beta as its lambda. The first term is the mean over the chosen
+        # answer's tokens for each pair. TRL averages over all tokens of a batch, prompts included, so its value depends
+        # on the distribution of the batch over devices.
+        bounded = mean.clamp(max=_LARGEST_LOG_PROBABILITY)
+        # log(1 - exp(bounded)) by the numerically stable form on either side of -ln 2 (Maechler, 2012)
+        near = bounded > -math.log(2)
+        log_complement = torch.where(near, torch.log(-torch.expm1(bounded)), torch.log1p(-torch.exp(bounded)))
+        log_odds = bounded - log_complement
+        return -mean[:, 0] - beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
     assert reference is not None  # see Dpo.has_reference
     ratios = log_probabilities - reference
     if settings.loss == "ipo":
@@ -100,17 +108,3 @@ def kto_drift(ratios: Tensor) -> Tensor:
     It is their mean over the global batch, not below 0, and the same for all: (answers,).
     """
     return ratios.mean(dim=0).clamp(min=0).expand_as(ratios)
-
-
-def _orpo(settings: Dpo, mean: Tensor) -> Tensor:
-    """ORPO (arXiv:2403.07691, equations 6 and 7), with beta as its lambda.
-
-    The first term is the mean over the chosen answer's tokens for each pair. TRL averages over all tokens of a batch,
-    prompts included, so its value depends on the distribution of the batch over devices.
-    """
-    bounded = mean.clamp(max=_LARGEST_LOG_PROBABILITY)
-    # log(1 - exp(bounded)) by the numerically stable form on either side of -ln 2 (Maechler, 2012)
-    near = bounded > -math.log(2)
-    log_complement = torch.where(near, torch.log(-torch.expm1(bounded)), torch.log1p(-torch.exp(bounded)))
-    log_odds = bounded - log_complement
-    return -mean[:, 0] - settings.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])

@@ -64,11 +64,17 @@ class _LogProbabilities(torch.autograd.Function):
             logits = logits_of(hidden[at], computed, shift).float()
             index, is_own = _own(labels[at], logits, columns)
             target = torch.where(is_own, logits.gather(-1, index[:, None]).squeeze(-1), 0.0)
-            greatest[at], totals[at] = _normalizers(logits, columns)
+            # over the columns of all ranks
+            highest = logits.amax(dim=-1)
             if columns is not None:
+                dist.all_reduce(highest, dist.ReduceOp.MAX, group=columns.group)
+            total = (logits - highest[:, None]).exp_().sum(dim=-1)
+            if columns is not None:
+                dist.all_reduce(total, group=columns.group)
                 dist.all_reduce(target, group=columns.group)
+            greatest[at], totals[at] = highest, total
             # the greatest logit first: the difference of two large numbers would be rounded as they are
-            of_chunk = target - greatest[at] - totals[at].log()
+            of_chunk = target - highest - total.log()
             values[at] = torch.where(labels[at] == IGNORE_INDEX, 0.0, of_chunk)
         ctx.save_for_backward(hidden, weight, bias, labels, greatest, totals)
         ctx.columns = columns
@@ -99,14 +105,3 @@ def _own(labels: Tensor, logits: Tensor, columns: VocabularyColumns | None) -> t
     index = labels - (columns.start if columns else 0)
     is_own = (index >= 0) & (index < logits.shape[-1])
     return index.clamp(0, logits.shape[-1] - 1), is_own
-
-
-def _normalizers(logits: Tensor, columns: VocabularyColumns | None) -> tuple[Tensor, Tensor]:
-    """Return the greatest of all columns' logits, and the sum of the exponentials of all less that one, (n,) each."""
-    greatest = logits.amax(dim=-1)
-    if columns is not None:
-        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=columns.group)
-    totals = (logits - greatest[:, None]).exp_().sum(dim=-1)
-    if columns is not None:
-        dist.all_reduce(totals, group=columns.group)
-    return greatest, totals

@@ -58,29 +58,28 @@ class AdamWBf16(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             for name, weight in zip(group["names"], group["params"], strict=True):
-                if weight.grad is not None:
-                    self._update(group, name, weight)
-
-    def _update(self, group: dict, name: str, weight: Tensor) -> None:
-        if not self.state[weight]:
-            self.state[weight] = self.empty_state(weight)
-        state = self.state[weight]
-        state["step"] += 1
-        key = hashlib.sha256(f"{self._seed}:{name}:{state['step']}".encode()).digest()
-        salt = int.from_bytes(key[:4], "little")
-        local = to_local(weight), local_gradient(weight), *(to_local(state[name]) for name in self._states)
-        # .data, because torch.compile would compile views of a matrix and of a vector separately
-        tensors = [tensor.view(-1).data for tensor in local]
-        numbers = _numbers(*group["betas"], group["lr"], group["weight_decay"], group["eps"], state["step"])
-        update, size = update_part, _PART
-        if can_compile_update(tensors[0].device, "compensation" in self._states):
-            update, size = compiled_update(), max(tensors[0].numel(), 1)
-            numbers = _on_device(numbers, tensors[0].device)
-        start = first_index(weight)
-        for parts in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-            if parts[0].numel():
-                update(numbers, first_hash(start, salt), *parts)
-            start += parts[0].numel()
+                if weight.grad is None:
+                    continue
+                if not self.state[weight]:
+                    self.state[weight] = self.empty_state(weight)
+                state = self.state[weight]
+                state["step"] += 1
+                key = hashlib.sha256(f"{self._seed}:{name}:{state['step']}".encode()).digest()
+                salt = int.from_bytes(key[:4], "little")
+                local = to_local(weight), local_gradient(weight), *(to_local(state[kind]) for kind in self._states)
+                # .data, because torch.compile would compile views of a matrix and of a vector separately
+                tensors = [tensor.view(-1).data for tensor in local]
+                if not tensors[0].numel():  # this rank has no part of the weight
+                    continue
+                numbers = _numbers(*group["betas"], group["lr"], group["weight_decay"], group["eps"], state["step"])
+                update, size = update_part, _PART
+                if can_compile_update(tensors[0].device, "compensation" in self._states):
+                    update, size = compiled_update(), tensors[0].numel()
+                    numbers = _on_device(numbers, tensors[0].device)
+                start = first_index(weight)
+                for parts in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+                    update(numbers, first_hash(start, salt), *parts)
+                    start += parts[0].numel()
 
 
 def update_part(

@@ -76,30 +76,31 @@ class Muon(torch.optim.Optimizer):
         """
         assert closure is None
         for group in self._matrices:
+            momentum, rate = group["momentum"], group["lr"]
             for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(group, weight)
+                if weight.grad is None:
+                    continue
+                if not self.state[weight]:
+                    self.state[weight] = self.empty_state(weight)
+                mean, gradient = to_local(self.state[weight]["momentum_buffer"]), weight.grad
+                mean.lerp_(local_gradient(weight), 1 - momentum)
+                local_gradient(weight).lerp_(mean, momentum)  # in place: the gradient is not needed again
+                # FSDP2 cuts dimension 0: a stack's shards are whole experts; strategies with other cuts refuse muon
+                is_matrix, full = weight.dim() == 2, local_gradient(weight)
+                if is_matrix and isinstance(gradient, DTensor):
+                    full = gradient.full_tensor()
+                direction = orthogonalize(full.to(self._dtype))
+                if is_matrix and isinstance(weight, DTensor):
+                    # every rank has the direction in full and takes its shard without communication
+                    # (src_data_rank=None)
+                    mesh, placements = weight.device_mesh, weight.placements
+                    whole = direction.contiguous()
+                    direction = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+                own = to_local(weight)
+                own.mul_(1 - rate * group["weight_decay"])
+                own.add_(direction.to(own.dtype), alpha=-rate * RMS_OF_ADAMW * math.sqrt(max(weight.shape[-2:])))
         if self._adamw is not None:
             self._adamw.step()
-
-    def _update(self, group: dict, weight: Tensor) -> None:
-        if not self.state[weight]:
-            self.state[weight] = self.empty_state(weight)
-        mean, gradient, momentum = to_local(self.state[weight]["momentum_buffer"]), weight.grad, group["momentum"]
-        mean.lerp_(local_gradient(weight), 1 - momentum)
-        local_gradient(weight).lerp_(mean, momentum)  # in place: the gradient is not needed again
-        # FSDP2 cuts dimension 0, so that a stack's shards are whole experts; strategies with other cuts refuse muon
-        is_matrix, full = weight.dim() == 2, local_gradient(weight)
-        if is_matrix and isinstance(gradient, DTensor):
-            full = gradient.full_tensor()
-        direction = orthogonalize(full.to(self._dtype))
-        if is_matrix and isinstance(weight, DTensor):
-            # every rank has the direction in full and takes its shard without communication (src_data_rank=None)
-            mesh, placements = weight.device_mesh, weight.placements
-            direction = distribute_tensor(direction.contiguous(), mesh, placements, src_data_rank=None).to_local()
-        own, rate = to_local(weight), group["lr"]
-        own.mul_(1 - rate * group["weight_decay"])
-        own.add_(direction.to(own.dtype), alpha=-rate * RMS_OF_ADAMW * math.sqrt(max(weight.shape[-2:])))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

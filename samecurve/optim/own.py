@@ -6,7 +6,6 @@ and whether it can go on from that, is tried on two small weights before the mod
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,9 +37,15 @@ class Trial(NamedTuple):
 
 def build(groups: list[dict], settings: Optimizer, precision: str, seed: int) -> torch.optim.Optimizer:
     """See build_optimizer."""
-    optimizer = _construct(groups, settings)
+    optimizer, trial = _construct(groups, settings), _trial(settings)
+
+    def empty_state(weight: Tensor) -> dict:
+        counter = trial.counter.clone() if isinstance(trial.counter, Tensor) else trial.counter
+        state = {} if counter is None else {COUNTER: counter}
+        return state | {name: torch.zeros_like(weight) for name in trial.states}
+
     # samecurve/accelerator/sharded_state.py creates the states of a weight before its first update
-    optimizer.empty_state = partial(_empty_state, _trial(settings))  # type: ignore[attr-defined]
+    optimizer.empty_state = empty_state  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -165,12 +170,6 @@ def _states(settings: Optimizer, optimizer: torch.optim.Optimizer) -> tuple[tupl
     if counter is not None:
         counter = counter.clone().zero_() if isinstance(counter, Tensor) else 0
     return tuple(name for name in first if name != COUNTER), counter
-
-
-def _empty_state(trial: Trial, weight: Tensor) -> dict:
-    counter = trial.counter.clone() if isinstance(trial.counter, Tensor) else trial.counter
-    state = {} if counter is None else {COUNTER: counter}
-    return state | {name: torch.zeros_like(weight) for name in trial.states}
 
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:

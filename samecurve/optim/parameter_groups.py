@@ -82,7 +82,16 @@ def rate_factor(group: ParameterGroup | None, settings: Optimizer) -> float:
 
 def roles_of(model: PreTrainedModel) -> Roles:
     """Find the roles of a whole model's weights; the model may be on the meta device."""
-    decayed, matrices, edges = set(), set(), _edges(model)
+    decayed, matrices = set(), set()
+    # modules between features and tokens or classes: embeddings and the output head
+    edges: set[nn.Module] = {module for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings()
+    if head is not None:
+        edges.add(head)
+    elif hasattr(model, model.base_model_prefix):  # a classifier's last layer is its head
+        inside = set(getattr(model, model.base_model_prefix).modules())
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
+        edges.update([module for module in linear if module not in inside][-1:])
     ratio = vars(model).get("loraplus_lr_ratio")
     fast = {name: ratio for name, p in model.named_parameters() if ratio and (".lora_B." in name or p.dim() == 1)}
     for prefix, module in model.named_modules():
@@ -106,19 +115,6 @@ def roles_of(model: PreTrainedModel) -> Roles:
             if weight.dim() == 3 if is_stack else weight.dim() == 2 and own == "weight":
                 matrices.add(name)
     return Roles(frozenset(decayed), frozenset(matrices), fast)
-
-
-def _edges(model: PreTrainedModel) -> set[nn.Module]:
-    """Find the modules between features and tokens or classes: embeddings and the output head."""
-    edges: set[nn.Module] = {module for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings()
-    if head is None and hasattr(model, model.base_model_prefix):  # a classifier's last layer is its head
-        inside = set(getattr(model, model.base_model_prefix).modules())
-        behind = [
-            module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module not in inside
-        ]
-        head = behind[-1] if behind else None
-    return edges | ({head} if head is not None else set())
 
 
 def parameter_groups(

@@ -128,7 +128,18 @@ def load_stream(
         splits.check_distinct(recipe, train)
     validation = None
     if recipe.evaluation is not None:
-        validation = make_rows(_load_evaluation(recipe, recipe.evaluation, encoder).train)
+        data, path = recipe.evaluation, splits.path_of(recipe.evaluation)
+        cache = cache_folder(data.cache_dir)
+        if address(path) is None:
+            evaluated = token_store.load_corpus(splits.find_text(recipe, data), encoder, 0.0, cache)
+        else:
+            # Of a data set of the hub only the split's files are read, instead of downloading all of it first.
+            files = stream_pieces.find_stream_files(path, data.pattern, data.text_column, Selection.of(recipe, data))
+            pieces = tuple(stream_pieces.cut_into_chunks(files, data.shuffle_buffer_mib * 2**20))
+            source = stream_pieces.ChunkSource(path, (), data.text_column, pieces)
+            key = digest("evaluated", data.text_column, encoder.identity, *map(astuple, pieces))
+            evaluated = token_store.load_corpus_into(cache / "tokens" / key, key, source, encoder, 0.0)
+        validation = make_rows(evaluated.train)
     elif fraction > 0:
         held_out = [make_rows(stream.first.held_out) for stream in streams]
         validation = held_out[0] if len(held_out) == 1 else JoinedRows(held_out)
@@ -186,19 +197,6 @@ def _open_stream(
         text = f"{name}, config {data.config or 'default'}, split {data.split}, commit {commit}"
         origin = {splits.ORIGIN: text}
     return _Stream(rows, first, origin)
-
-
-def _load_evaluation(recipe: Recipe, data: Data, encoder: Encoder) -> token_store.Corpus:
-    """Tokenise all of the evaluation data."""
-    cache, path = cache_folder(data.cache_dir), splits.path_of(data)
-    if address(path) is None:
-        return token_store.load_corpus(splits.find_text(recipe, data), encoder, 0.0, cache)
-    # Of a data set of the hub only the split's files are read, instead of downloading all of the data set first.
-    files = stream_pieces.find_stream_files(path, data.pattern, data.text_column, Selection.of(recipe, data))
-    pieces = tuple(stream_pieces.cut_into_chunks(files, data.shuffle_buffer_mib * 2**20))
-    source = stream_pieces.ChunkSource(path, (), data.text_column, pieces)
-    key = digest("evaluated", data.text_column, encoder.identity, *map(astuple, pieces))
-    return token_store.load_corpus_into(cache / "tokens" / key, key, source, encoder, 0.0)
 
 
 class _Folder:

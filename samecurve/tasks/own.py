@@ -160,19 +160,18 @@ class _RowEncoder(Encoder):
         self.identity = digest(self.identity, task.recipe.task, code, task.options, task.recipe.data.text_column)
 
     def encode(self, documents: list[_Row]) -> list[Encoded]:
-        return [self._encode(document) for document in documents]
-
-    def _encode(self, document: _Row) -> Encoded:
-        name = f"{type(self._task).__name__}.encode"
-        try:
-            tokens, trained = self._task.encode(document.row)
-            tokens, trained = [int(token) for token in tokens], np.array(trained, dtype=bool)
-        except Exception as error:  # of any type: this runs the user's code
-            raise DataError(f"{document.place}: {name} failed with {type(error).__name__}: {error}") from error
-        wrong = next((token for token in tokens if not 0 <= token < self._num_ids), None)
-        if wrong is not None:
-            raise DataError(f"{document.place}: {name} returned {wrong}, but ids end at {self._num_ids - 1}")
-        if len(tokens) != len(trained):
-            text = f"{name} returned {len(tokens)} tokens, but {len(trained)} marks; return one mark per token"
-            raise DataError(f"{document.place}: {text}")
-        return Encoded(tokens, trained)
+        name, encoded = f"{type(self._task).__name__}.encode", []
+        for document in documents:
+            try:
+                tokens, trained = self._task.encode(document.row)
+                tokens, trained = [int(token) for token in tokens], np.array(trained, dtype=bool)
+            except Exception as error:  # of any type: this runs the user's code
+                raise DataError(f"{document.place}: {name} failed with {type(error).__name__}: {error}") from error
+            wrong = next((token for token in tokens if not 0 <= token < self._num_ids), None)
+            if wrong is not None:
+                raise DataError(f"{document.place}: {name} returned {wrong}, but ids end at {self._num_ids - 1}")
+            if len(tokens) != len(trained):
+                text = f"{name} returned {len(tokens)} tokens, but {len(trained)} marks; return one mark per token"
+                raise DataError(f"{document.place}: {text}")
+            encoded.append(Encoded(tokens, trained))
+        return encoded

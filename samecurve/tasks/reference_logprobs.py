@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Recipe
     from samecurve.data.datasets.preference import AnswerRows, JudgedRows
-    from samecurve.distributed.control_group import ControlGroup
     from samecurve.interfaces.task import InitialState, Task
 
-T = TypeVar("T")
 # Part of the cache key: raise it when the values for the same model and rows change.
 _VERSION = 1
 _MICRO_BATCHES = 16  # gathered in one call
@@ -71,12 +69,17 @@ def provide_reference(rows: AnswerRows | JudgedRows, split: str, start: InitialS
             with entry.create(_FILE) as file:
                 np.save(file, values)
 
-        def build() -> None:
+        problem = None
+        try:
             # in build_once, the other ranks would wait forever if this write failed
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 build_once(target, save, lambda entry: entry.path(_FILE))
-
-        _call_on_all_ranks(world, build)
+        except SamecurveError as error:
+            problem = error
+        # an error of one rank is raised on all
+        verdict = world.conclude(problem, lambda problems: next(filter(None, problems), None))
+        if verdict is not None:
+            raise verdict
     rows.reference = np.load(target / _FILE, mmap_mode="r")
 
 
@@ -110,16 +113,3 @@ def compute_log_probabilities(
         advance((stop - first) / len(batches))
     # The shards hold consecutive ranges of rows, in rank order.
     return values.reshape(-1, 2)[: len(rows)]
-
-
-def _call_on_all_ranks(world: ControlGroup, call: Callable[[], T]) -> T:
-    """Return the result of `call` on this rank, after all ranks have called. Raises an error of one rank on all."""
-    results, problem = [], None
-    try:
-        results.append(call())
-    except SamecurveError as error:
-        problem = error
-    verdict = world.conclude(problem, lambda problems: next(filter(None, problems), None))
-    if verdict is not None:
-        raise verdict
-    return results[0]

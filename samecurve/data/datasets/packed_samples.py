@@ -29,7 +29,15 @@ class PackedSampleRows(SampleRows):
         return len(self.row_offsets) - 1
 
     def __getitem__(self, indices: np.ndarray) -> RowArrays:
-        rows = [self._row(index) for index in np.asarray(indices, dtype=np.int64)]
+        steps, rows = np.arange(self.sequence_length), []
+        for index in np.asarray(indices, dtype=np.int64):
+            members = self.members[self.row_offsets[index] : self.row_offsets[index + 1]]
+            sizes = self.sizes[members]
+            firsts = np.cumsum(sizes) - sizes
+            # Positions of the padding continue those of the last document, as in PackedRows.
+            nth = np.searchsorted(firsts, steps, side="right") - 1
+            positions = steps - firsts[nth]
+            rows.append((self._starts[members][nth] + positions, positions, steps < sizes.sum()))
         places, positions, valid = (np.stack(arrays) for arrays in zip(*rows, strict=True))
         of_targets = places + 1, valid
         inputs = self._take(places, valid)
@@ -37,17 +45,6 @@ class PackedSampleRows(SampleRows):
 
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self._loads[indices].sum())
-
-    def _row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the places of the row's inputs in the stream, their position_ids, and a mask of non-padding."""
-        members = self.members[self.row_offsets[index] : self.row_offsets[index + 1]]
-        sizes = self.sizes[members]
-        firsts = np.cumsum(sizes) - sizes
-        steps = np.arange(self.sequence_length)
-        # Positions of the padding continue those of the last document, as in PackedRows.
-        nth = np.searchsorted(firsts, steps, side="right") - 1
-        positions = steps - firsts[nth]
-        return self._starts[members][nth] + positions, positions, steps < sizes.sum()
 
 
 def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -91,9 +91,18 @@ class StreamRows(Unsized):
     def _split(self, indices: np.ndarray) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
         indices = np.asarray(indices, dtype=np.int64)
         self._reach(int(indices.max()))
-        self._forget(int(indices.min()))
-        with self._lock:  # another thread may forget blocks meanwhile
+        with self._lock:
+            # blocks that end so far before these rows that no rank reads them any more
+            num_past = max(bisect_right(self._starts, int(indices.min()) - self._kept) - 1, 0)
+            del self._starts[:num_past]
+            self._first_block += num_past
+            # another thread may go on to later blocks meanwhile
             first_block, starts = self._first_block, np.array(self._starts)
+            past = [block for block in self._made if block < first_block]
+            for block in past:
+                del self._made[block]
+        if past:
+            self._drop(first_block)
         owners = np.searchsorted(starts, indices, side="right") - 1
         for owner in np.unique(owners).tolist():
             inside = np.flatnonzero(owners == owner)
@@ -141,18 +150,6 @@ class StreamRows(Unsized):
             made.set_result(self.make_block(block))
         except BaseException as error:  # raised again where the block is waited for
             made.set_exception(error)
-
-    def _forget(self, position: int) -> None:
-        """Drop blocks that end so far before the position that no rank reads them any more."""
-        with self._lock:
-            num_past = max(bisect_right(self._starts, position - self._kept) - 1, 0)
-            del self._starts[:num_past]
-            first_kept = self._first_block = self._first_block + num_past
-            past = [block for block in self._made if block < first_kept]
-            for block in past:
-                del self._made[block]
-        if past:
-            self._drop(first_kept)
 
 
 class MixedStreams(Unsized):

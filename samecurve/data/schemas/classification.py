@@ -212,20 +212,23 @@ class ExampleEncoder(TruncatingEncoder):
         self.segmented = pairs and "token_type_ids" in tokenizer.model_input_names
         self.identity = digest(_VERSION, self.identity, names, self.segmented)
 
-    def _label(self, label: str | tuple[str, ...] | float) -> int | list[float]:
-        if isinstance(label, str):
-            return self._index[label]
-        return [float(name in label) for name in self._index] if isinstance(label, tuple) else [label]
-
     def encode(self, documents: list[Example]) -> list[Encoded]:
         inputs = [d.text if d.pair is None else (d.text, d.pair) for d in documents]
         encodings = self._rust.encode_batch(inputs, add_special_tokens=True)
-        return [
-            Encoded(e.ids, segments=e.type_ids if self.segmented else None, label=self._label(d.label))
-            if self._stays(d.place, [e.overflowing])
-            else Encoded([])
-            for d, e in zip(documents, encodings, strict=True)
-        ]
+        encoded = []
+        for document, encoding in zip(documents, encodings, strict=True):
+            if not self._stays(document.place, [encoding.overflowing]):
+                encoded.append(Encoded([]))
+                continue
+            if isinstance(document.label, str):
+                label: int | list[float] = self._index[document.label]
+            elif isinstance(document.label, tuple):
+                label = [float(name in document.label) for name in self._index]
+            else:
+                label = [document.label]
+            segments = encoding.type_ids if self.segmented else None
+            encoded.append(Encoded(encoding.ids, segments=segments, label=label))
+        return encoded
 
 
 class WholeTextEncoder(Encoder):

@@ -193,7 +193,10 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
     chosen = format_of(row, schema)
     missing = [column for column in chosen.columns if column not in row]
     if missing:
-        raise no_column(place, row, _wanted(missing, schema))
+        wanted = [missing]
+        if not any((schema.messages, schema.prompt, schema.completion, schema.format)):
+            wanted = [one.columns for one in formats_of(CHAT) if not one.only_named]
+        raise no_column(place, row, ", nor ".join(" and ".join(map(repr, columns)) for columns in wanted))
     if schema.format is None and chosen.name and len(fit := fitting(row, CHAT)) > 1:
         raise DataError(f"{place}: {choice(fit)}")
     if chosen.reader == "tokens":
@@ -384,11 +387,3 @@ def _check_trained(place: str, column: str, messages: Turns, schema: ChatSchema)
     else:
         what = f"no assistant turn (roles: {roles})"
     raise DataError(f"{place}: {column!r} has {what}, so no token would be trained{fix}")
-
-
-def _wanted(missing: list[str], schema: ChatSchema) -> str:
-    """Describe the missing columns: all formats where the recipe names no column."""
-    if any((schema.messages, schema.prompt, schema.completion, schema.format)):
-        return " and ".join(map(repr, missing))
-    known = [one.columns for one in formats_of(CHAT) if not one.only_named]
-    return ", nor ".join(" and ".join(map(repr, columns)) for columns in known)

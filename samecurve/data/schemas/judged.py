@@ -98,12 +98,15 @@ class JudgedEncoder(PairEncoder):
             for document in documents
         ]
         encoded = iter(self._one.encode([answer for group in answers for answer, _ in group]))
-        judged = [[self._judged(next(encoded), label) for _, label in group] for group in answers]
-        return [first._replace(more=tuple(others)) for first, *others in judged]
-
-    def _judged(self, answer: Encoded, label: int) -> Encoded:
-        assert answer.trained is not None  # both encoders of chats are masked
-        trained = np.asarray(answer.trained)
-        if self._completions:  # from the first trained token to the end
-            trained = np.arange(len(trained)) >= int(np.argmax(trained))
-        return answer._replace(trained=trained, label=label)
+        judged = []
+        for group in answers:
+            rows = []
+            for _, label in group:
+                answer = next(encoded)
+                assert answer.trained is not None  # both encoders of chats are masked
+                trained = np.asarray(answer.trained)
+                if self._completions:  # from the first trained token to the end
+                    trained = np.arange(len(trained)) >= int(np.argmax(trained))
+                rows.append(answer._replace(trained=trained, label=label))
+            judged.append(rows[0]._replace(more=tuple(rows[1:])))
+        return judged

@@ -85,23 +85,21 @@ def _messages(place: str, at: str, value: Any) -> Iterator[tuple[dict[str, Any],
         yield _message(place, at, message), message.get("role") in _CALLS
 
 
-def _anthropic_part(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of Bedrock's Converse with a call or its result in Anthropic's form, and others as they are."""
-    if isinstance(call := part.get("toolUse"), dict):
-        return {"type": "tool_use", "id": call.get("toolUseId"), **call}
-    if isinstance(result := part.get("toolResult"), dict):
-        said = result.get("content")
-        if isinstance(said, list):
-            said = [{"text": json.dumps(one["json"], ensure_ascii=False)} if "json" in one else one for one in said]
-        return {"type": "tool_result", "tool_use_id": result.get("toolUseId"), "content": said}
-    return part
-
-
 def _results_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     """Take what tools answered out of the parts of a user's message, as Anthropic's; return it as messages."""
     if not isinstance(message.get("content"), list):
         return []
-    parts = [_anthropic_part(part) if isinstance(part, dict) else part for part in message["content"]]
+    parts = []
+    for part in message["content"]:
+        # Bedrock's Converse has calls and their results in another form
+        if isinstance(part, dict) and isinstance(call := part.get("toolUse"), dict):
+            part = {"type": "tool_use", "id": call.get("toolUseId"), **call}
+        elif isinstance(part, dict) and isinstance(result := part.get("toolResult"), dict):
+            said = result.get("content")
+            if isinstance(said, list):
+                said = [{"text": json.dumps(one["json"], ensure_ascii=False)} if "json" in one else one for one in said]
+            part = {"type": "tool_result", "tool_use_id": result.get("toolUseId"), "content": said}
+        parts.append(part)
     message["content"] = parts
     if message.get("role") != "user":
         return []
@@ -126,7 +124,10 @@ def _message(place: str, at: str, message: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(role, str) and role in _TOOL_ROLES:
         message = {**message, "role": _TOOL_ROLES[role]}
     elif role not in ROLES:
-        raise DataError(f"{place}: {at}.role is {shown(role)}; {_nearest_role(role)}")
+        near = difflib.get_close_matches(str(role).lower(), ROLES, n=1)
+        known = _OTHER_NAMES.get(str(role).lower()) or (near[0] if near else None)
+        fix = f"write {known!r}" if known else f"write one of {', '.join(ROLES)}"
+        raise DataError(f"{place}: {at}.role is {shown(role)}; {fix}")
     role = message["role"]
     if isinstance(message.get("function_call"), dict):  # of OpenAI's older files
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
@@ -156,7 +157,12 @@ def _without_parts(place: str, at: str, message: dict[str, Any]) -> dict[str, An
                 "such rows"
             )
         if kind == "tool_use":
-            calls.append({"id": part.get("id"), "type": "function", "function": _called(place, f"{at}[{index}]", part)})
+            if not isinstance(part.get("name"), str) or not isinstance(part.get("input"), dict):
+                raise DataError(
+                    f'{place}: {at}[{index}] is no call; write {{"type": "tool_use", "name": ..., "input": {{...}}}}'
+                )
+            called = {"name": part["name"], "arguments": part["input"]}
+            calls.append({"id": part.get("id"), "type": "function", "function": called})
             continue
         text = part.get("thinking" if kind == "thinking" else "text", part.get("value"))
         if kind not in ("text", "reasoning", "thinking", "tool_call"):
@@ -176,12 +182,6 @@ def _without_parts(place: str, at: str, message: dict[str, Any]) -> dict[str, An
     if calls:
         joined["tool_calls"] = calls
     return joined
-
-
-def _called(place: str, at: str, part: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(part.get("name"), str) or not isinstance(part.get("input"), dict):
-        raise DataError(f'{place}: {at} is no call; write {{"type": "tool_use", "name": ..., "input": {{...}}}}')
-    return {"name": part["name"], "arguments": part["input"]}
 
 
 def _calls_of(place: str, at: str, text: str) -> dict[str, Any]:
@@ -324,22 +324,20 @@ def tools_of(place: str, row: dict, wraps: bool) -> Turns | None:
         value = value.get("tools") if column == "toolConfig" and isinstance(value, dict) else value
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
             raise DataError(f"{place}: {column!r} is {shown(value)}, not a list of JSON schemas; correct or remove it")
-        value = [_openai_tool(tool) for tool in value]
-        bare = [wrapped and tool.get("type") != "function" for tool in value]
-        tools = zip(value, bare, strict=True)
-        return tuple({"type": "function", "function": tool} if is_bare else tool for tool, is_bare in tools)
+        tools = []
+        for tool in value:
+            # Bedrock's form becomes Anthropic's, and that OpenAI's, for which chat templates are written
+            if isinstance(spec := tool.get("toolSpec"), dict) and isinstance(schema := spec.get("inputSchema"), dict):
+                tool = {**spec, "input_schema": schema.get("json")}
+                del tool["inputSchema"]
+            if "input_schema" in tool:
+                function = {key: part for key, part in tool.items() if key not in ("input_schema", "type")}
+                tool = {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+            elif wrapped and tool.get("type") != "function":
+                tool = {"type": "function", "function": tool}
+            tools.append(tool)
+        return tuple(tools)
     return None
-
-
-def _openai_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool of Anthropic's or Bedrock's form as one of OpenAI's, for which chat templates are written."""
-    if isinstance(spec := tool.get("toolSpec"), dict) and isinstance(schema := spec.get("inputSchema"), dict):
-        tool = {**spec, "input_schema": schema.get("json")}
-        del tool["inputSchema"]
-    if "input_schema" not in tool:
-        return tool
-    function = {key: value for key, value in tool.items() if key not in ("input_schema", "type")}
-    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
 def from_json(place: str, column: str, value: Any) -> Any:
@@ -365,12 +363,6 @@ def check_text(place: str, at: str, value: Any, needed: str, may_be_empty: bool 
     if not value.strip() and not may_be_empty:
         raise DataError(f"{place}: {at} is empty; fill or remove the row")
     check_characters(place, at, value)
-
-
-def _nearest_role(role: Any) -> str:
-    near = difflib.get_close_matches(str(role).lower(), ROLES, n=1)
-    known = _OTHER_NAMES.get(str(role).lower()) or (near[0] if near else None)
-    return f"write {known!r}" if known else f"write one of {', '.join(ROLES)}"
 
 
 def shown(value: Any) -> str:

@@ -320,13 +320,13 @@ class PairEncoder(Encoder):
 
     def encode(self, documents: list[Pair]) -> list[Encoded]:
         encoded = self._one.encode([answer for pair in documents for answer in (pair.chosen, pair.rejected)])
-        return [self._joined(*both) for both in zip(encoded[::2], encoded[1::2], strict=True)]
-
-    def _joined(self, chosen: Encoded, rejected: Encoded) -> Encoded:
-        assert chosen.trained is not None and rejected.trained is not None  # both encoders of chats are masked
-        trained = [np.asarray(answer.trained) for answer in (chosen, rejected)]
-        if self._completions:  # from the earlier of their first trained tokens to their ends
-            start = min(int(np.argmax(marks)) for marks in trained)
-            trained = [np.arange(len(marks)) >= start for marks in trained]
-        segments = [0] * len(chosen.tokens) + [1] * len(rejected.tokens)
-        return Encoded([*chosen.tokens, *rejected.tokens], np.concatenate(trained), segments)
+        joined = []
+        for chosen, rejected in zip(encoded[::2], encoded[1::2], strict=True):
+            assert chosen.trained is not None and rejected.trained is not None  # both encoders of chats are masked
+            trained = [np.asarray(answer.trained) for answer in (chosen, rejected)]
+            if self._completions:  # from the earlier of their first trained tokens to their ends
+                start = min(int(np.argmax(marks)) for marks in trained)
+                trained = [np.arange(len(marks)) >= start for marks in trained]
+            segments = [0] * len(chosen.tokens) + [1] * len(rejected.tokens)
+            joined.append(Encoded([*chosen.tokens, *rejected.tokens], np.concatenate(trained), segments))
+        return joined

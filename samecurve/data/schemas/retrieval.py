@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from samecurve.data import sources
 from samecurve.data.encoder import Encoded, TruncatingEncoder
@@ -110,26 +110,24 @@ class MatchSource(sources.TableSource):
         columns, said = list(known.columns), dict(row)
         if known.reader == "lists":
             (name,) = known.optional
-            said |= self._negatives(place, name, row.get(name) or [])
-            columns += [f"{name}[{nth}]" for nth in range(self.num_negatives)]
+            negatives, wanted = row.get(name) or [], self.num_negatives
+            if not isinstance(negatives, list):
+                raise DataError(
+                    f"{place}: {name!r} is {negatives!r:.40}, not a list of texts; correct or remove the row"
+                )
+            if len(negatives) < wanted or (len(negatives) > wanted and not self.takes_first):
+                why = f"data.num_negatives is {wanted}" if self.takes_first else f"the first row has {wanted}"
+                raise DataError(
+                    f"{place}: {name!r} has {len(negatives)} texts, but {why}; set data.num_negatives to a number that "
+                    "all rows have, of which the first are read, or remove the row"
+                )
+            said |= {f"{name}[{nth}]": text for nth, text in enumerate(negatives)}
+            columns += [f"{name}[{nth}]" for nth in range(wanted)]
         _, positive, *negatives = texts = tuple(text_of(place, column, said) for column in columns)
         if positive in negatives:
             wrong = columns[2 + negatives.index(positive)]
             raise DataError(f"{place}: {columns[1]!r} and {wrong!r} are the same text; correct or remove the row")
         return Match(place, texts)
-
-    def _negatives(self, place: str, name: str, values: Any) -> dict[str, Any]:
-        """Return the hard negatives of a list by their names."""
-        wanted = self.num_negatives
-        if not isinstance(values, list):
-            raise DataError(f"{place}: {name!r} is {values!r:.40}, not a list of texts; correct or remove the row")
-        if len(values) < wanted or (len(values) > wanted and not self.takes_first):
-            why = f"data.num_negatives is {wanted}" if self.takes_first else f"the first row has {wanted}"
-            raise DataError(
-                f"{place}: {name!r} has {len(values)} texts, but {why}; set data.num_negatives to a number that all "
-                "rows have, of which the first are read, or remove the row"
-            )
-        return {f"{name}[{nth}]": text for nth, text in enumerate(values)}
 
 
 class MatchEncoder(TruncatingEncoder):
@@ -152,11 +150,13 @@ class MatchEncoder(TruncatingEncoder):
                 [text for document in documents for text in document.texts], add_special_tokens=True
             )
         )
-        return [self._joined(document.place, [next(encodings) for _ in document.texts]) for document in documents]
-
-    def _joined(self, place: str, encodings: list) -> Encoded:
-        stays = self._stays(place, [encoding.overflowing for encoding in encodings])
-        if not stays or any(all(encoding.special_tokens_mask) for encoding in encodings):
-            return Encoded([], segments=[])
-        ids = [token for encoding in encodings for token in encoding.ids]
-        return Encoded(ids, segments=[nth for nth, encoding in enumerate(encodings) for _ in encoding.ids])
+        encoded = []
+        for document in documents:
+            own = [next(encodings) for _ in document.texts]
+            stays = self._stays(document.place, [encoding.overflowing for encoding in own])
+            if not stays or any(all(encoding.special_tokens_mask) for encoding in own):
+                encoded.append(Encoded([], segments=[]))
+                continue
+            ids = [token for encoding in own for token in encoding.ids]
+            encoded.append(Encoded(ids, segments=[nth for nth, encoding in enumerate(own) for _ in encoding.ids]))
+        return encoded
