@@ -154,10 +154,13 @@ def build_stage(
     """
     partition = plan.strategy.pipeline_partition
     interval = plan.strategy.pipeline_checkpoint_interval
+    specs: list[LayerSpec] = [_Deferred(layer, device) for layer in layers]
+    if isinstance(head := layers[-1], TiedHead):
+        specs[0], specs[-1] = _Shared(head.embedding, device), _Shared(head.embedding, device, project)
     # DeepSpeed prints its topology and layers, and broadcasts tied weights with autograd enabled
     with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         module = StageModule(
-            _specs(layers, device),
+            specs,
             num_stages=plan.strategy.dims.pp,
             loss_fn=loss,
             partition_method=partition,
@@ -177,11 +180,3 @@ def build_stage(
         # all weights of the later stages without this attribute
         weight.model_parallel = not weight.ds_pipe_replicated
     return module
-
-
-def _specs(layers: list[Layer], device: torch.device) -> list[LayerSpec]:
-    last = layers[-1]
-    if not isinstance(last, TiedHead):
-        return [_Deferred(layer, device) for layer in layers]
-    first, head = _Shared(last.embedding, device), _Shared(last.embedding, device, project)
-    return [first, *(_Deferred(layer, device) for layer in layers[1:-1]), head]
