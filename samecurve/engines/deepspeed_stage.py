@@ -70,13 +70,14 @@ class StageModule(PipelineModule):
             self._dropout.use_next()
         output = super().forward(forward_input)
         last = output[0] if isinstance(output, tuple) else output
-        if last.requires_grad:
-            last.register_hook(partial(self._use_again, self._dropout.current))
-        return output
+        keys = self._dropout.current
 
-    def _use_again(self, keys: Tensor | None, _gradient: Tensor) -> None:
-        """Use a micro-batch's own keys where its backward pass recomputes: other micro-batches ran in between."""
-        self._dropout.current = keys
+        def use_again(_gradient: Tensor) -> None:
+            self._dropout.current = keys
+
+        if last.requires_grad:  # the backward pass may recompute, and other micro-batches run in between
+            last.register_hook(use_again)
+        return output
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
         """Return this stage's parameters by Hugging Face name."""

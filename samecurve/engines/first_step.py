@@ -24,7 +24,6 @@ from samecurve.optim.expected_update import expected_update
 if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.engine import StepResult
-    from samecurve.interfaces.sharded_state import State
     from samecurve.strategy.plan import Plan
 
 NORM_TOLERANCE = 1e-2  # relative; gradients of bf16 weights are rounded again when they are scaled
