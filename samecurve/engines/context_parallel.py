@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,11 +193,7 @@ def cut_rotary_angles(model: PreTrainedModel, part: SequencePart) -> None:
     modules = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     assert modules, f"no rotary embedding in {type(model).__name__}"
     for module in modules:
-        module.register_forward_hook(partial(_own_angles, part))
-
-
-def _own_angles(part: SequencePart, module: nn.Module, inputs: Any, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(part.own(angle) for angle in angles)
+        module.register_forward_hook(lambda _module, _inputs, angles: tuple(part.own(angle) for angle in angles))
 
 
 def cut_within(model: PreTrainedModel, part: SequencePart, mesh: Mesh) -> None:

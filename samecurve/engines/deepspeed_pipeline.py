@@ -84,7 +84,12 @@ class DeepSpeedPipelineEngine:
         copies = 1 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer) else self.shard[1]
         self.state = self._state()
         self._first_step = FirstStep(
-            plan, engine.optimizer, self.state, self.shard, self._total, lambda parameter: copies
+            plan,
+            engine.optimizer,
+            self.state,
+            self.shard,
+            add=lambda values: sum_over_ranks(values.tolist(), self.device),
+            copies=lambda parameter: copies,
         )
         self._micro_rows = plan.recipe.batch.micro_batches(self.shard[1])
         self._shape: torch.Size | None = None
@@ -260,9 +265,6 @@ class DeepSpeedPipelineEngine:
         if self._engine.is_first_stage() and self._last_stage == self._weighted_loss:
             self._first_step.read(batch)
         return batch.inputs["input_ids"], batch.inputs["position_ids"]
-
-    def _total(self, values: Tensor) -> list[float]:
-        return sum_over_ranks(values.tolist(), self.device)
 
     def _loss(self, logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         return self._last_stage(logits, **dict(zip(self._target_names, targets, strict=True)))

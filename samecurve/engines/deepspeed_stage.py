@@ -70,13 +70,14 @@ class StageModule(PipelineModule):
             self._dropout.use_next()
         output = super().forward(forward_input)
         last = output[0] if isinstance(output, tuple) else output
-        if last.requires_grad:
-            last.register_hook(partial(self._use_again, self._dropout.current))
-        return output
+        keys = self._dropout.current
 
-    def _use_again(self, keys: Tensor | None, _gradient: Tensor) -> None:
-        """Use a micro-batch's own keys where its backward pass recomputes: other micro-batches ran in between."""
-        self._dropout.current = keys
+        def use_again(_gradient: Tensor) -> None:
+            self._dropout.current = keys
+
+        if last.requires_grad:  # the backward pass may recompute, and other micro-batches run in between
+            last.register_hook(use_again)
+        return output
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
         """Return this stage's parameters by Hugging Face name."""
@@ -154,10 +155,13 @@ def build_stage(
     """
     partition = plan.strategy.pipeline_partition
     interval = plan.strategy.pipeline_checkpoint_interval
+    specs: list[LayerSpec] = [_Deferred(layer, device) for layer in layers]
+    if isinstance(head := layers[-1], TiedHead):
+        specs[0], specs[-1] = _Shared(head.embedding, device), _Shared(head.embedding, device, project)
     # DeepSpeed prints its topology and layers, and broadcasts tied weights with autograd enabled
     with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         module = StageModule(
-            _specs(layers, device),
+            specs,
             num_stages=plan.strategy.dims.pp,
             loss_fn=loss,
             partition_method=partition,
@@ -177,11 +181,3 @@ def build_stage(
         # all weights of the later stages without this attribute
         weight.model_parallel = not weight.ds_pipe_replicated
     return module
-
-
-def _specs(layers: list[Layer], device: torch.device) -> list[LayerSpec]:
-    last = layers[-1]
-    if not isinstance(last, TiedHead):
-        return [_Deferred(layer, device) for layer in layers]
-    first, head = _Shared(last.embedding, device), _Shared(last.embedding, device, project)
-    return [first, *(_Deferred(layer, device) for layer in layers[1:-1]), head]

@@ -91,11 +91,17 @@ def shard(model: nn.Module, mesh: Mesh, accelerator: Accelerator) -> None:
     """
     dims = mesh.dims
     options = {**unit_options(accelerator, mesh), "reshard_after_forward": plugin_of(accelerator).reshard_after_forward}
+
+    def place(weight: nn.Parameter) -> Shard:
+        # whole experts where the ranks divide those of a group, else a part of each expert
+        count = cast(DTensor, weight).to_local().shape[0]
+        return Shard(1 if count % dims.efsdp else 0)
+
     for experts in (module for module in model.modules() if isinstance(module.forward, Dispatch)):
         # weights of a token's experts keep the dtype in which their router computes them
         policy = replace(options["mp_policy"], cast_forward_inputs=False)
         own = {**options, "mesh": mesh.experts["efsdp"], "mp_policy": policy}
-        unit = fully_shard(experts, **own, shard_placement_fn=lambda weight: _placement(weight, dims.efsdp))
+        unit = fully_shard(experts, **own, shard_placement_fn=place)
         unit.set_gradient_divide_factor(float(dims.size(*LOSS)))
         if dims.efsdp > 1:  # on one rank FSDP2 divides without a reduction, and a forced sum would be divided again
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, a sum with a factor
@@ -108,12 +114,6 @@ def experts_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     of_layer = "|".join(re.escape(pattern).replace(r"\*", r"\d+") for pattern in patterns)
     expected = re.compile(rf"(?:.*\.)?(?:{of_layer})")  # the plan's names are those of the model without a head
     return {name: module for name, module in model.named_modules() if patterns and expected.fullmatch(name)}
-
-
-def _placement(weight: nn.Parameter, ranks: int) -> Shard:
-    """Shard whole experts where the ranks divide those of a group, else a part of each expert."""
-    count = cast(DTensor, weight).to_local().shape[0]
-    return Shard(1 if count % ranks else 0)
 
 
 class Dispatch:
@@ -141,7 +141,13 @@ class Dispatch:
         places = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
         numbers, sent, received = self.announce(chosen.flatten())
         arrived = _Exchange.apply(states[places // chosen.shape[1]], sent, received, self.group)
-        outputs = _Exchange.apply(self._own_outputs(arrived, numbers), received, sent, self.group)
+        num_rows = len(arrived)
+        if not num_rows:  # a row of zeros, so that the backward pass of this rank exchanges and reduces with the others
+            arrived, numbers = arrived.sum(dim=0, keepdim=True), numbers.new_zeros(1)
+        with _local_weights(self._module):
+            # weights of 1: the sender multiplies by the router's, so that their gradient stays there
+            outputs = self._compute(arrived, numbers[:, None], arrived.new_ones(len(arrived), 1))[:num_rows]
+        outputs = _Exchange.apply(outputs, received, sent, self.group)
         by_token = outputs[places.argsort()].view(*chosen.shape, -1)
         return (by_token * weights[..., None]).sum(dim=1).to(states.dtype)
 
@@ -161,15 +167,6 @@ class Dispatch:
         sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()
         numbers = torch.arange(self._count, device=chosen.device).repeat(ranks)
         return numbers.repeat_interleave(arriving.flatten(), output_size=sum(received)), sent, received
-
-    def _own_outputs(self, states: Tensor, numbers: Tensor) -> Tensor:
-        """Compute one expert for each state: (tokens, width). `numbers` are int64, (tokens,)."""
-        num_rows = len(states)
-        if not num_rows:  # a row of zeros, so that the backward pass of this rank exchanges and reduces with the others
-            states, numbers = states.sum(dim=0, keepdim=True), numbers.new_zeros(1)
-        with _local_weights(self._module):
-            # weights of 1: the sender multiplies by the router's, so that their gradient stays there
-            return self._compute(states, numbers[:, None], states.new_ones(len(states), 1))[:num_rows]
 
 
 @contextmanager

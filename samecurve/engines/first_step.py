@@ -24,7 +24,6 @@ from samecurve.optim.expected_update import expected_update
 if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
     from samecurve.interfaces.engine import StepResult
-    from samecurve.interfaces.sharded_state import State
     from samecurve.strategy.plan import Plan
 
 NORM_TOLERANCE = 1e-2  # relative; gradients of bf16 weights are rounded again when they are scaled
@@ -109,9 +108,19 @@ class FirstStep:
             hook.remove()
         wrong = [rate for rate in self._rates if not math.isclose(rate, learning_rate, rel_tol=1e-6)]
         own = torch.tensor([float(bool(wrong)), sum(wrong[:1]), self._squares, self._updates], dtype=torch.float64)
-        counts = self._counts()
+        # this rank's reads of each row of the global batch, padding left out
+        counts = torch.zeros(self.plan.recipe.batch.global_batch_size, dtype=torch.float64)
+        sizes = [*self._rows, *[None] * len(self._places)]  # a micro-batch too many counts as a whole
+        for places, size in zip(self._places, sizes, strict=False):
+            counts.index_add_(0, places[:size], torch.ones(len(places[:size]), dtype=torch.float64))
+        counts /= self.readers
         num_wrong, rates, squares, updates, *sums = self.add(torch.cat([own, counts, self._update.differences()]))
-        problems = _rows_problem(sums[: len(counts)])
+        reads, problems = sums[: len(counts)], []
+        parts = [f"row {place} was read {count:g} times" for place, count in enumerate(reads) if count > 1][:1]
+        parts += [f"row {place} never" for place, count in enumerate(reads) if not count][:1]
+        if parts:
+            text = f"each of {len(reads)} rows has to be read once, but {' and '.join(parts)}"
+            problems.append(f"batch.global_batch_size: {text}")
         if num_wrong:
             used = rates / num_wrong
             problems.append(
@@ -126,14 +135,6 @@ class FirstStep:
                 "no checkpoint holds this step; please report it with the versions in run.json"
             )
         return result
-
-    def _counts(self) -> Tensor:
-        """Count this rank's reads of each row of the global batch: (global_batch_size,) fp64, padding left out."""
-        counts = torch.zeros(self.plan.recipe.batch.global_batch_size, dtype=torch.float64)
-        sizes = [*self._rows, *[None] * len(self._places)]  # a micro-batch too many counts as a whole
-        for places, size in zip(self._places, sizes, strict=False):
-            counts.index_add_(0, places[:size], torch.ones(len(places[:size]), dtype=torch.float64))
-        return counts / self.readers
 
     def _clipping_problem(self, result: StepResult, unclipped: float, actual: float, updates: float) -> list[str]:
         limit = self.plan.recipe.optimizer.max_grad_norm
@@ -153,15 +154,6 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _rows_problem(reads: Sequence[float]) -> list[str]:
-    """reads: how often each row of the global batch was read, over all ranks."""
-    never = [place for place, count in enumerate(reads) if not count]
-    often = [place for place, count in enumerate(reads) if count > 1]
-    parts = [f"row {place} was read {reads[place]:g} times" for place in often[:1]]
-    text = " and ".join([*parts, *(f"row {place} never" for place in never[:1])])
-    return [f"batch.global_batch_size: each of {len(reads)} rows has to be read once, but {text}"] if text else []
 
 
 NUM_WEIGHTS, NUM_VALUES = 64, 16  # compared on each rank, and of each weight

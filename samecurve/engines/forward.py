@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from samecurve.data.micro_batch import Counts, MicroBatch
     from samecurve.engines.first_step import FirstStep
     from samecurve.engines.router_loss import RouterLoss
-    from samecurve.interfaces.task import Task
     from samecurve.models.dropout import DropoutKeys
 
 

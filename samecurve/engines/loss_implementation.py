@@ -16,7 +16,6 @@ from samecurve.specs import loss_chunks
 from samecurve.specs.precision import COMPILED
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from samecurve.config.schema import Recipe

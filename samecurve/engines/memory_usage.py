@@ -27,11 +27,23 @@ def memory_usage(
     while hasattr(chain[-1], "optimizer"):  # Accelerate's and DeepSpeed's wrappers, which share no base class
         chain.append(chain[-1].optimizer)
     own = {storage.data_ptr() for storage in weights}
-    kept = _storages(_tensors_of(chain[-1]))
-    gradients = _gradients(module, described)
+    kept = [parameter for group in chain[-1].param_groups for parameter in group["params"]]
+    for parameter, state in chain[-1].state.items():
+        kept.append(parameter)  # ZeRO-3 has its fp32 masters in a parameter group only during their update
+        kept += [value for value in state.values() if isinstance(value, Tensor)]
+    if described.whole_gradient_bytes:
+        gradients = described.whole_gradient_bytes
+    elif described.zero_stage >= 2:
+        gradients = -(-described.num_trained_parameters // described.dims.dp) * torch.float32.itemsize
+    else:
+        trained = [_local(parameter) for parameter in module.parameters() if parameter.requires_grad]
+        by_deepspeed = described.zero_stage or described.dims.pp > 1
+        gradients = sum(
+            weight.numel() * (torch.float32.itemsize if by_deepspeed else weight.element_size()) for weight in trained
+        )
     return MemoryUsage(
         weights=sum(storage.nbytes() for storage in weights),
-        optimizer=sum(storage.nbytes() for storage in kept if storage.data_ptr() not in own)
+        optimizer=sum(storage.nbytes() for storage in _storages(kept) if storage.data_ptr() not in own)
         + (encoder.num_bytes if encoder else 0),
         gradients=gradients,
         gradients_between_steps=min(gradients, _kept_gradients(module, chain, gradients)),
@@ -50,25 +62,6 @@ def _kept_gradients(module: nn.Module, optimizers: list[Any], gradients: int) ->
         kept.append(getattr(optimizer, "grad_partitions_flat_buffer", None))
         kept += getattr(optimizer, "fp32_groups_gradients_flat", None) or []
     return sum(storage.nbytes() for storage in _storages(tensor for tensor in kept if tensor is not None))
-
-
-def _gradients(module: nn.Module, described: EngineDescription) -> int:
-    fp32 = torch.float32.itemsize
-    if described.whole_gradient_bytes:
-        return described.whole_gradient_bytes
-    if described.zero_stage >= 2:
-        return -(-described.num_trained_parameters // described.dims.dp) * fp32
-    by_deepspeed = described.zero_stage or described.dims.pp > 1
-    trained = [_local(parameter) for parameter in module.parameters() if parameter.requires_grad]
-    return sum(weight.numel() * (fp32 if by_deepspeed else weight.element_size()) for weight in trained)
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    for parameter, state in optimizer.state.items():
-        yield parameter  # ZeRO-3 has its fp32 masters in a parameter group only during their update
-        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:

@@ -45,7 +45,15 @@ class RouterLoss:
         """
         self._num_sequences, self._trained = counts.sequences, counts.divisor
         self._places = counts.tokens * self._recorder.num_routers
-        self._counts = self._global_counts(micro_batches, forward) if self._settings.kind == "batch" else None
+        self._counts: Tensor | None = None
+        if self._settings.kind == "batch":
+            counts_of_batches = []
+            for batch in micro_batches:
+                with torch.no_grad(), self._recorder.recording():
+                    forward(batch)
+                counts_of_batches.append(self._routing(batch).counts.double().sum(dim=(0, 1)))
+            # tokens of the whole step that choose an expert: (experts,)
+            self._counts = self._mesh.total(torch.stack(counts_of_batches).sum(dim=0))
         self._sums_of_batches: list[Tensor] = []
 
     @contextmanager
@@ -84,16 +92,6 @@ class RouterLoss:
         if self._settings.z_coefficient:
             metrics["router_z_loss"] = z_loss
         return metrics | {"expert_share_max": shares.max().item(), "expert_share": shares.mean(axis=0).tolist()}
-
-    def _global_counts(self, micro_batches: Sequence[MicroBatch], forward: Callable[[MicroBatch], object]) -> Tensor:
-        """Count the tokens of the whole step that choose an expert: fp64, (experts,)."""
-        counts = []
-        with torch.no_grad():
-            for batch in micro_batches:
-                with self._recorder.recording():
-                    forward(batch)
-                counts.append(self._routing(batch).counts.double().sum(dim=(0, 1)))
-        return self._mesh.total(torch.stack(counts).sum(dim=0))
 
     def _routing(self, batch: MicroBatch) -> router.Routing:
         logits = self._recorder.take()

@@ -62,7 +62,15 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         fp32_weights.store_frozen_in_bf16(model.requires_grad_(False), recipe, everywhere=True)
         teacher = fsdp.shard(accelerator, model, mesh)
     elif plan and plan.strategy.zero_stage == 3:
-        teacher = _partitioned(accelerator, skeleton)
+        import deepspeed
+
+        assert accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
+        config = accelerator.deepspeed_plugin.deepspeed_config
+        zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
+        config = {**config, "zero_optimization": zero}
+        divided = _frozen(skeleton, deepspeed_introspection.zero3_init(config))
+        # a separate engine without an optimizer, whose hooks gather each layer during its computation
+        teacher, *_ = deepspeed.initialize(model=divided, config=config)
     elif plan and plan.strategy.backend == "deepspeed":
         # DeepSpeed computes in the dtype of the weights
         teacher = _frozen(skeleton, torch.device(accelerator.device))
@@ -149,19 +157,6 @@ def _named() -> Iterator[None]:
 
 def _frozen(skeleton: PreTrainedModel, where) -> PreTrainedModel:
     return construct(type(skeleton), skeleton.config, where).requires_grad_(False)
-
-
-def _partitioned(accelerator: Accelerator, skeleton: PreTrainedModel) -> nn.Module:
-    """Build a separate DeepSpeed engine without an optimizer, whose hooks gather each layer during its computation."""
-    import deepspeed
-
-    assert accelerator.deepspeed_plugin is not None  # of every ZeRO strategy
-    config = accelerator.deepspeed_plugin.deepspeed_config
-    zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
-    config = {**config, "zero_optimization": zero}
-    with_weights = _frozen(skeleton, deepspeed_introspection.zero3_init(config))
-    engine, *_ = deepspeed.initialize(model=with_weights, config=config)
-    return engine
 
 
 @torch.no_grad()

@@ -47,7 +47,13 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
     family, spreads = model.config.model_type, strategy.dims.ep > 1
     known = families("expert_and_tensor_parallel") if spreads else families("tensor_parallel")
     if family not in known:
-        cannot = _cannot(model, strategy.dims)
+        library, cannot = dated("transformers"), ""
+        if not getattr(config, "base_model_tp_plan", None):
+            cannot = f"{library} has no tensor-parallel plan for the layers of a {family}"
+        else:
+            embedding = next(name for name, part in model.named_modules() if part is model.get_input_embeddings())
+            if embedding not in _resolve(model, strategy.dims):
+                cannot = f"the tensor-parallel plan of a {family} in {library} leaves its embedding whole"
         why = cannot or f"{family} has not been tested under {'expert and ' * spreads}tensor parallelism"
         fix = f"use {', '.join(sorted(known))}, or configs/{'fsdp_ep' if spreads else 'fsdp'}.yaml"
         use = f"tensor parallelism of a {family}; run `python -m samecurve compare RECIPE`"
@@ -73,17 +79,6 @@ def check(model: PreTrainedModel, strategy: Strategy) -> None:
         raise ConfigurationError(f"{strategy.path}: {SEQUENCE_KEY}: {text}; set it to false")
     if problems:
         raise ConfigurationError("\n".join(f"{strategy.path}: {KEY}: {text}" for text in problems))
-
-
-def _cannot(model: PreTrainedModel, dims: ParallelDims) -> str:
-    """Say what the family's plan lacks, "" if it is whole."""
-    family, library = model.config.model_type, dated("transformers")
-    if not getattr(model.config.get_text_config(), "base_model_tp_plan", None):
-        return f"{library} has no tensor-parallel plan for the layers of a {family}"
-    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    if embedding not in _resolve(model, dims):
-        return f"the tensor-parallel plan of a {family} in {library} leaves its embedding whole"
-    return ""
 
 
 def apply(model: PreTrainedModel, mesh: Mesh, cuts_sequence: bool) -> list[str]:

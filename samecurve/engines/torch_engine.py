@@ -52,8 +52,9 @@ class TorchEngine(AcceleratedEngine):
         self.state = self._build_state()
         with torch.no_grad():
             load_weights(skeleton, self.recipe, self._write)
-        readers, copies = self.mesh.dims.world_size // self.shard[1], partial(num_copies, mesh=self.mesh)
-        self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, self._total, copies, readers)
+        add, copies = partial(self.mesh.sum, over=DIMENSIONS), partial(num_copies, mesh=self.mesh)
+        readers = self.mesh.dims.world_size // self.shard[1]
+        self.first_step = FirstStep(plan, self.optimizer, self.state, self.shard, add, copies, readers)
         self.forward = self._build_forward(plan, **parts)
 
     def _assemble(
@@ -79,7 +80,12 @@ class TorchEngine(AcceleratedEngine):
         # Dropout knows the parts; what a layer computes, and how the loss is computed, is settled before FSDP2 and DDP
         # hook into the modules. The optimizer takes the weights that these leave, and values are loaded at last, into
         # what this rank keeps of each weight.
-        model, summed = self._divided(part)
+        model = fp32_weights.cast_weights(freeze(self._build(part), self.recipe.optimizer), self.recipe.optimizer)
+        summed = []  # names of weights whose gradients are sums over the tensor-parallel ranks
+        if self.cut:
+            summed = tensor_parallel.apply(model, self.mesh, plan.strategy.tp_sequence_parallel)
+        if plan.strategy.dims.ep > 1:
+            expert_parallel.apply(model, self.mesh)
         cut = tensor_parallel.parts(model, self.mesh)
         drops = dropout.install(model, self.recipe.seed, self.device, part.chunks, cut)
         compilation.prepare(model, self.recipe, self.device, is_cut=self.cut, copies=self.copies)
@@ -95,26 +101,6 @@ class TorchEngine(AcceleratedEngine):
         self.whole = [self.tensors[name] for name in self.shapes if name in kept]
         self.optimizer = self._build_optimizer()
         return {"loss_implementation": loss_implementation, "dropout": drops, "router": router, "part": part}
-
-    def _total(self, values: Tensor) -> tuple[float, ...]:
-        return self.mesh.sum(values, over=DIMENSIONS)
-
-    def _divided(self, part: SequencePart) -> tuple[PreTrainedModel, list[str]]:
-        """Build the model as this rank computes it.
-
-        Returns:
-            The model, and the names of weights whose gradients are sums over the tensor-parallel ranks.
-
-        Raises:
-            ConfigurationError: the strategy cannot divide this model.
-        """
-        model = fp32_weights.cast_weights(freeze(self._build(part), self.recipe.optimizer), self.recipe.optimizer)
-        summed = []
-        if self.cut:
-            summed = tensor_parallel.apply(model, self.mesh, self.plan.strategy.tp_sequence_parallel)
-        if self.plan.strategy.dims.ep > 1:
-            expert_parallel.apply(model, self.mesh)
-        return model, summed
 
     def _build(self, part: SequencePart) -> PreTrainedModel:
         """Build the model, on the meta device where weights are cut or sharded."""

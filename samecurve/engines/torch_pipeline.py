@@ -111,7 +111,12 @@ class TorchPipelineEngine:
         )
         self._tie_group = stages.group_of_ends() if stages.tied else None
         with torch.no_grad():
-            load_weights(skeleton, self.recipe, self._write, names=set(stages.weights))
+            load_weights(
+                skeleton,
+                self.recipe,
+                lambda name, full: fsdp.write(stages.weights[name].detach(), full),
+                names=set(stages.weights),
+            )
         copies = partial(num_copies, mesh=self._mesh)
         self._first_step = FirstStep(
             plan, self._optimizer, self.state, self.shard, self._total, copies, readers=dims.tp
@@ -135,7 +140,11 @@ class TorchPipelineEngine:
         # cut into stages; dropout knows both parts and stages; what a layer computes is settled before FSDP2, which
         # `LocalStages` installs with the stages. The optimizer takes the weights of this rank's stages, and values are
         # loaded at last, into what it keeps of them.
-        whole, summed = self._divided()
+        whole, summed = self._build(), []
+        if dims.tp > 1:
+            tensor_parallel.check(skeleton, plan.strategy)
+            # names of weights whose gradients are sums over these ranks
+            summed = tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
         self._chunks = None
         if dims.tp > 1 or last_stage_takes_chunks(whole, skeleton, task, self.recipe):
             measures = (measure_of(task), partial(evaluation_sums, task)) if task.by_token else ()
@@ -151,21 +160,6 @@ class TorchPipelineEngine:
         self._module = nn.ModuleList(stages.modules.values()).train()
         self.shapes = trained_shapes(skeleton)
         self._optimizer = self._build_optimizer()
-
-    def _divided(self) -> tuple[PreTrainedModel, list[str]]:
-        """Build the model, on the meta device, as the tensor-parallel ranks divide it.
-
-        Returns:
-            The model, and the names of weights whose gradients are sums over these ranks.
-
-        Raises:
-            ConfigurationError: tensor parallelism cannot divide this model.
-        """
-        whole = self._build()
-        if self._mesh.dims.tp == 1:
-            return whole, []
-        tensor_parallel.check(self._skeleton, self._plan.strategy)
-        return whole, tensor_parallel.apply(whole, self._mesh, cuts_sequence=False)
 
     def _build(self) -> PreTrainedModel:
         return copy.deepcopy(self._skeleton)
@@ -184,9 +178,6 @@ class TorchPipelineEngine:
         states = factory.state_names(self.recipe.optimizer, self.shapes)
         replica = dims.index(self._mesh.rank, *_OF_STAGE), dims.size(*_OF_STAGE)
         return DTensorShards(trained, self._optimizer, states, replica, saved)
-
-    def _write(self, name: str, full: Tensor) -> None:
-        fsdp.write(self._stages.weights[name].detach(), full)
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         stages, counts = self._stages, self._forward.count(micro_batches)
@@ -241,7 +232,12 @@ class TorchPipelineEngine:
         rows = [self._forward.with_teacher(batch.to(self.device)) for batch in padded]
         self._dropout.queue(rows)
         self._dropout.use_next()  # the schedule also runs the first rows once to find out shapes
-        contexts = self._contexts(rows)
+        if self._task.context is None:
+            return rows
+        compute = partial(self._forward.features, rows, drops=True)
+        contexts = task_contexts(
+            self._task, compute, self._micro_rows, self.shard[0], padded=True, encoder=self._encoder
+        )
         return [
             replace(micro_batch, targets=micro_batch.targets | more)
             for micro_batch, more in zip(rows, contexts, strict=True)
@@ -281,13 +277,6 @@ class TorchPipelineEngine:
         if self._chunks and self._chunks.has_sums:
             return output, output.new_zeros(0)
         return self._task.step_loss(self._stages.read_out(output, batch), **self._forward.targets(batch))
-
-    def _contexts(self, rows: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
-        """Further targets of a cross-batch loss, see Task; {} for most tasks."""
-        if self._task.context is None:
-            return [{}] * len(rows)
-        compute = partial(self._forward.features, rows, drops=True)
-        return task_contexts(self._task, compute, self._micro_rows, self.shard[0], padded=True, encoder=self._encoder)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         return self._forward.evaluate(micro_batches)

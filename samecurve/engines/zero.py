@@ -128,23 +128,20 @@ class ZeroEngine(AcceleratedEngine):
         if not isinstance(tensor, nn.Parameter):
             tensor.copy_(full)
         elif hasattr(tensor, "ds_id"):
-            self._write_partitioned(tensor, full, trained=name in self.shapes)
+            with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+                if self.accelerator.is_main_process:
+                    tensor.data.copy_(full)
+            if name in self.shapes:  # a frozen parameter has no master
+                rank, world = self.shard
+                length = -(-full.numel() // world)  # DeepSpeed pads the last partition
+                padded = functional.pad(full.flatten(), (0, length * world - full.numel()))
+                # not safe_set_full_fp32_param, which narrows past the end where the last partition is padded (DeepSpeed
+                # 0.19.8)
+                safe_set_local_fp32_param(tensor, padded.narrow(0, rank * length, length).to(self.device))
         else:
             tensor.data.copy_(full)
             if name in self.shapes:
                 safe_set_full_fp32_param(tensor, full.to(tensor.device))
-
-    def _write_partitioned(self, parameter: nn.Parameter, full: Tensor, trained: bool) -> None:
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if self.accelerator.is_main_process:
-                parameter.data.copy_(full)
-        if not trained:
-            return  # a frozen parameter has no master
-        rank, world = self.shard
-        length = -(-full.numel() // world)  # DeepSpeed pads the last partition
-        padded = functional.pad(full.flatten(), (0, length * world - full.numel()))
-        # not safe_set_full_fp32_param, which narrows past the end where the last partition is padded (DeepSpeed 0.19.8)
-        safe_set_local_fp32_param(parameter, padded.narrow(0, rank * length, length).to(self.device))
 
     def _reload_weights(self) -> None:
         """Copy the masters of the weights that are computed in fp32, after an update or a resume. Collective."""

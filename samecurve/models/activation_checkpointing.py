@@ -71,10 +71,16 @@ def checkpoint_layers(model: nn.Module, memory: Memory) -> None:
     if kind == "selective":
         recompute = partial(recompute, context_fn=_contexts(memory.selective_save))
     offload = Offload()
+
+    def recompute_from_host(forward: Forward, *args, **kwargs):
+        # hidden states are the first argument by position, as transformers' own checkpointing demands
+        with offload.of_layer(copies_of(args[0].device)):
+            return recompute(forward, *args, **kwargs)
+
     for index in recomputed(memory, len(repeated)):
         layer = repeated[index]
-        forward = partial(recompute, layer.forward)
-        layer.forward = _in_training(layer, _offloaded(forward, offload) if kind == "offload" else forward)
+        recomputing = recompute_from_host if kind == "offload" else recompute
+        layer.forward = _in_training(layer, partial(recomputing, layer.forward))
 
 
 def recomputed(memory: Memory, num_layers: int) -> range:
@@ -117,17 +123,6 @@ def _in_training(layer: nn.Module, recomputing: Forward) -> Forward:
         return chosen(*args, **kwargs)
 
     return forward
-
-
-def _offloaded(recomputing: Forward, offload: Offload) -> Forward:
-    """Recompute as with full checkpointing, from inputs kept in host memory."""
-
-    def offloaded(*args, **kwargs):
-        # hidden states are the first argument by position, as transformers' own checkpointing demands
-        with offload.of_layer(copies_of(args[0].device)):
-            return recomputing(*args, **kwargs)
-
-    return offloaded
 
 
 @cache

@@ -129,17 +129,17 @@ class Recompilations:
         reasons = _reasons()
         self._count += len(reasons)
         self._steps += 1
-        unexpected = [reason for reason in reasons if not self._first_evaluation(reason)]
+        unexpected = []
+        for reason in reasons:
+            # expected of the first evaluation, the first run without gradients
+            is_expected = "grad_mode" in reason and not self._evaluated
+            self._evaluated |= is_expected
+            if not is_expected:
+                unexpected.append(reason)
         if unexpected and self._steps > SETTLED_STEPS and not self._warned:
             self._warned = True
             self._log(f"step {step}: torch.compile recompiled (recompilation {self._count}): {unexpected[0]}")
         return {"recompilations": self._count}
-
-    def _first_evaluation(self, reason: str) -> bool:
-        """Whether the first evaluation, the first run without gradients, caused this expected recompilation."""
-        first = "grad_mode" in reason and not self._evaluated
-        self._evaluated |= first
-        return first
 
 
 def _reasons() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -125,20 +125,16 @@ def check_shapes(
         return
     alone = {key: _shapes(build({key: value})) for key, value in given.items()}
     causes = {key: shapes for key, shapes in alone.items() if shapes != published} or dict.fromkeys(given, now)
-    raise ConfigurationError(
-        "\n".join(
-            f"model.overrides.{key}: found {describe(given[key])}, which changes "
-            f"{next(_differences(published, shapes))}; the published weights do not fit, so remove it"
-            for key, shapes in causes.items()
+    problems = []
+    for key, shapes in causes.items():
+        name = next(name for name in (*published, *shapes) if published.get(name) != shapes.get(name))
+        before, after = (by_name.get(name, "no weight") for by_name in (published, shapes))
+        problems.append(
+            f"model.overrides.{key}: found {describe(given[key])}, which changes {name} from {before} to {after}; the "
+            "published weights do not fit, so remove it"
         )
-    )
+    raise ConfigurationError("\n".join(problems))
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-
-
-def _differences(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    for name in (*before, *after):
-        if before.get(name) != after.get(name):
-            yield f"{name} from {before.get(name, 'no weight')} to {after.get(name, 'no weight')}"

@@ -199,8 +199,12 @@ def take_settings(config: PreTrainedConfig, path: str) -> str:
     unreadable = _unreadable(settings) if settings else ""
     if not unreadable:
         return ""
-    base = _base_model(Path(path))
-    named = f"its README.md says {base}" if base else "its model card says which base_model"
+    # `base_model` in the front matter of a model card
+    card, base = Path(path) / "README.md", None
+    if card.is_file():
+        text = card.read_text(encoding="utf-8", errors="replace")
+        base = re.match(r"---\n(?:.*\n)*?base_model:[\s-]*([\w.-]+/[\w.-]+)", text)
+    named = f"its README.md says {base[1]}" if base else "its model card says which base_model"
     return (
         f"model.path: {path} holds {unreadable} weights, which are not dequantized here (mxfp4, fp8 and "
         f"compressed-tensors' float-quantized are); name the unquantized model that it was made from ({named}), with "
@@ -242,11 +246,3 @@ def _layout(shape: tuple[int, ...], packed: Packed) -> str:
     matrix = shape[-2:]
     names = {(1, _MX_BLOCK): f"{_MX_BLOCK} values", (1, *matrix[1:]): "row", matrix: "tensor"}
     return names.get(packed.block) or "block of {} x {}".format(*packed.block)
-
-
-def _base_model(folder: Path) -> str:
-    """Read `base_model` from the front matter of a model card."""
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    match = re.match(r"---\n(?:.*\n)*?base_model:[\s-]*([\w.-]+/[\w.-]+)", text)
-    return match[1] if match else ""

@@ -298,28 +298,8 @@ def _from_scratch(fields: dict[str, Any], defaults: dict[str, int], head: Head) 
     except Exception as error:  # huggingface_hub's for a wrong type, others from each family's own checks
         text = f"model.config: transformers refuses these fields for a {model_type} ({reason(error)})"
         raise ConfigurationError(text) from error
-    problems = _unknown(given, config, head)
-    if problems:
-        raise ConfigurationError("\n".join(problems))
-    return config
-
-
-def without_effect(fields: dict[str, Any]) -> list[str]:
-    """List the keys of a published config.json that change nothing about a model from scratch.
-
-    They say how the published weights were made, stored or sampled from, or are a field in other families alone.
-    """
-    own = inspect.signature(CONFIG_MAPPING[fields["model_type"]].__init__).parameters
-    idle = _FIELDS_OF_OTHERS | vars(GenerationConfig()).keys()
-    return [key for key in fields if key in _RECORDS or (key in idle and key not in own)]
-
-
-def _unknown(given: dict[str, Any], config: PreTrainedConfig, head: Head) -> list[str]:
-    """List a problem for each given key that the family does not have.
-
-    Older spellings (rope_theta) are valid if the family translates them; a translated key leaves no attribute. So are
-    keys that only the model's code knows, such as head_dim of a qwen3_moe: `getattr(config, "head_dim", ...)`.
-    """
+    # Older spellings (rope_theta) are valid if the family translates them; a translated key leaves no attribute. So are
+    # keys that only the model's code knows, such as head_dim of a qwen3_moe: `getattr(config, "head_dim", ...)`.
     known = _fields(config)
     model_class = find_class(head, config)
     code = "" if model_class is None else inspect.getsource(sys.modules[model_class.__module__])
@@ -332,7 +312,19 @@ def _unknown(given: dict[str, Any], config: PreTrainedConfig, head: Head) -> lis
         elif key in vars(config) and not re.search(rf"""config(\.|, ["']){re.escape(key)}\b""", code):
             text = f"the config of {config.model_type} has no such key{suggest(path, legal) or '; remove it'}"
             problems.append(f"model.config.{key}: {text}")
-    return sorted(problems)
+    if problems:
+        raise ConfigurationError("\n".join(sorted(problems)))
+    return config
+
+
+def without_effect(fields: dict[str, Any]) -> list[str]:
+    """List the keys of a published config.json that change nothing about a model from scratch.
+
+    They say how the published weights were made, stored or sampled from, or are a field in other families alone.
+    """
+    own = inspect.signature(CONFIG_MAPPING[fields["model_type"]].__init__).parameters
+    idle = _FIELDS_OF_OTHERS | vars(GenerationConfig()).keys()
+    return [key for key in fields if key in _RECORDS or (key in idle and key not in own)]
 
 
 def _fields(config: PreTrainedConfig) -> set[str]:

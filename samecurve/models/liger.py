@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -103,19 +103,8 @@ def replace(model: PreTrainedModel, kind: str) -> None:
         raise ConfigurationError(f"{text} ({reason(error)}); use torch") from error
     if not replaced(model):
         raise ConfigurationError(f"{text}; use torch")
-    _check_activations(model, before)
-
-
-def _activation(module: nn.Module) -> Activation | None:
-    return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-
-
-def _check_activations(model: nn.Module, before: Mapping[str, Activation]) -> None:
-    """Raise ConfigurationError if Liger replaced an activation by a different one.
-
-    Seen with liger-kernel 0.8.5: a Llama with hidden_act gelu is computed with SiLU afterwards, and every Nemotron with
-    squared ReLU. `before` holds the original activations by module name.
-    """
+    # Liger may replace an activation by a different one. Seen with liger-kernel 0.8.5: a Llama with hidden_act gelu is
+    # computed with SiLU afterwards, and every Nemotron with squared ReLU.
     inputs = torch.linspace(-4, 4, 17)
     for name, own in before.items():
         module = model.get_submodule(name)
@@ -127,6 +116,10 @@ def _check_activations(model: nn.Module, before: Mapping[str, Activation]) -> No
                     f"model.kernels: found liger, whose {kind} has a fixed activation, but {name} uses "
                     f"{type(own).__name__}; use torch"
                 )
+
+
+def _activation(module: nn.Module) -> Activation | None:
+    return getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
 
 
 def replaced(model: nn.Module) -> list[str]:

@@ -67,26 +67,23 @@ def training_seconds(
         (part, seconds by precision): the largest part of `shape` that can be measured in about `seconds`.
     """
 
+    def measure() -> tuple[Shape, dict[str, float]]:
+        end, limit = time.perf_counter() + seconds, SMALLEST
+        _warm_up(device, precisions)
+        while True:
+            part = shape.capped(limit)
+            runs = _runs(device, precisions, part)
+            times = _fastest(runs, device)
+            # sides of twice the length mean eight times the work
+            if part == shape or time.perf_counter() + 8 * ROUNDS * sum(times.values()) > end:
+                return part, {precision: sum(times[precision, name] for name in PRODUCTS) for precision in precisions}
+            limit *= 2
+
     def rate(measured: tuple[Shape, dict[str, float]]) -> float:
         part, seconds = measured
         return part.flops / min(seconds.values())
 
-    return max(_by_threads(lambda: _training_seconds(device, precisions, shape, seconds), device), key=rate)
-
-
-def _training_seconds(
-    device: torch.device, precisions: Sequence[str], shape: Shape, seconds: float
-) -> tuple[Shape, dict[str, float]]:
-    end, limit = time.perf_counter() + seconds, SMALLEST
-    _warm_up(device, precisions)
-    while True:
-        part = shape.capped(limit)
-        runs = _runs(device, precisions, part)
-        times = _fastest(runs, device)
-        # sides of twice the length mean eight times the work
-        if part == shape or time.perf_counter() + 8 * ROUNDS * sum(times.values()) > end:
-            return part, {precision: sum(times[precision, name] for name in PRODUCTS) for precision in precisions}
-        limit *= 2
+    return max(_by_threads(measure, device), key=rate)
 
 
 def peak(device: torch.device, precisions: Sequence[str], seconds: float = PEAK_SECONDS) -> tuple[float, str]:
@@ -97,27 +94,27 @@ def peak(device: torch.device, precisions: Sequence[str], seconds: float = PEAK_
     Returns:
         (TFLOP/s, precision).
     """
-    return max(_by_threads(lambda: _peak(device, precisions, seconds), device))
 
+    def measure() -> tuple[float, str]:
+        end, size, best = time.perf_counter() + seconds, SMALLEST, (0.0, "")
+        _warm_up(device, precisions)
+        tried = {(precision, name) for precision in precisions for name in PRODUCTS}
+        while True:
+            square = Shape(size, size, size)
+            runs = _runs(device, precisions, square)
+            times = _fastest({key: run for key, run in runs.items() if key in tried}, device)
+            (precision, _), least = min(times.items(), key=lambda item: item[1])
+            best = max(best, (square.flops / least / 1e12, precision))
+            tried = {key for key, took in times.items() if took < FAR_BELOW * least}
+            again = ROUNDS * sum(times[key] for key in tried)
+            if time.perf_counter() + again > end:
+                return best
+            # Sides of twice the length mean eight times the work. Where time is short, the same size is measured again,
+            # because the fastest of more rounds is nearer to the peak.
+            if size < LARGEST_SQUARE and time.perf_counter() + 8 * again <= end:
+                size *= 2
 
-def _peak(device: torch.device, precisions: Sequence[str], seconds: float) -> tuple[float, str]:
-    end, size, best = time.perf_counter() + seconds, SMALLEST, (0.0, "")
-    _warm_up(device, precisions)
-    tried = {(precision, name) for precision in precisions for name in PRODUCTS}
-    while True:
-        square = Shape(size, size, size)
-        runs = _runs(device, precisions, square)
-        times = _fastest({key: run for key, run in runs.items() if key in tried}, device)
-        (precision, _), least = min(times.items(), key=lambda item: item[1])
-        best = max(best, (square.flops / least / 1e12, precision))
-        tried = {key for key, took in times.items() if took < FAR_BELOW * least}
-        again = ROUNDS * sum(times[key] for key in tried)
-        if time.perf_counter() + again > end:
-            return best
-        # Sides of twice the length mean eight times the work. Where time is short, the same size is measured again,
-        # because the fastest of more rounds is nearer to the peak.
-        if size < LARGEST_SQUARE and time.perf_counter() + 8 * again <= end:
-            size *= 2
+    return max(_by_threads(measure, device))
 
 
 def _by_threads(measure: Callable[[], T], device: torch.device) -> list[T]:
@@ -152,7 +149,15 @@ def precision_warning(recipe: Recipe, model: PreTrainedModel, device: torch.devi
     Measures only where bf16 or fp16 may be emulated: on a CPU, and in bf16 on an NVIDIA GPU older than Ampere.
     The model may be on the meta device.
     """
-    others = _alternatives(recipe.precision, device)
+    import torch
+
+    others = []
+    if device.type == "cpu":
+        # not fp16 for bf16: it needs loss scaling
+        others = {"bf16": ["fp32"], "fp16": ["fp32", "bf16"]}.get(recipe.precision, [])
+    elif device.type == "cuda" and recipe.precision == "bf16":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        others = [] if has_bf16 else ["fp32", "fp16"]
     if not others:
         return ""
     batch = recipe.batch
@@ -168,6 +173,14 @@ def precision_warning(recipe: Recipe, model: PreTrainedModel, device: torch.devi
     ratio = seconds[recipe.precision] / seconds[faster]
     if ratio < SLOWDOWN_WORTH_TELLING:
         return ""
+    keys = {"precision": faster}
+    # these require bf16 (config/rules_training.py)
+    if faster != "bf16" and recipe.optimizer.name == "adamw_bf16":
+        keys["optimizer.name"] = "adamw"
+    if faster != "bf16" and recipe.fp8 != "off":
+        keys["fp8"] = "off"
+    in_recipe = " and ".join(f"`{key}: {value}`" for key, value in keys.items())
+    in_command = " ".join(f"{key}={value}" for key, value in keys.items())
     rates = [
         f"{3 * shape.flops / seconds[precision] / 1e9:,.3g} GFLOP/s in {precision}"
         for precision in (recipe.precision, faster)
@@ -175,33 +188,8 @@ def precision_warning(recipe: Recipe, model: PreTrainedModel, device: torch.devi
     return (
         f"{recipe.precision} is slow on this {'CPU' if device.type == 'cpu' else 'GPU'}: {faster} multiplies matrices "
         f"{ratio:,.{0 if ratio >= 10 else 1}f} times faster ({rates[0]}, {rates[1]}; measured forward and backward, "
-        f"{shape}). {_fix(recipe, faster)}"
+        f"{shape}). Set {in_recipe} in the recipe, or add {in_command} to the command"
     )
-
-
-def _alternatives(precision: str, device: torch.device) -> list[str]:
-    """List the precisions to compare with the recipe's.
-
-    fp16 needs loss scaling and is therefore no alternative to bf16 on a CPU.
-    """
-    import torch
-
-    if device.type == "cpu":
-        return {"bf16": ["fp32"], "fp16": ["fp32", "bf16"]}.get(precision, [])
-    emulated = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return ["fp32", "fp16"] if emulated and precision == "bf16" else []
-
-
-def _fix(recipe: Recipe, precision: str) -> str:
-    """Describe the change of precision, including keys that require bf16 (config/rules_training.py)."""
-    keys = {"precision": precision}
-    if precision != "bf16" and recipe.optimizer.name == "adamw_bf16":
-        keys["optimizer.name"] = "adamw"
-    if precision != "bf16" and recipe.fp8 != "off":
-        keys["fp8"] = "off"
-    in_recipe = " and ".join(f"`{key}: {value}`" for key, value in keys.items())
-    in_command = " ".join(f"{key}={value}" for key, value in keys.items())
-    return f"Set {in_recipe} in the recipe, or add {in_command} to the command"
 
 
 def matmul_runs(device: torch.device, dtype: torch.dtype, shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:

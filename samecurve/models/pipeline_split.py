@@ -156,18 +156,14 @@ class Positions:
                 "attention_mask": build(config=self._config, inputs_embeds=hidden, **known),
                 "position_ids": position_ids,
                 "use_cache": False,
-                **self._angles(hidden, position_ids),
             }
+            if self._rotary is None and self._rotary_type is not None:
+                # built here, because the model's own buffers may be on the meta device
+                with torch.device(hidden.device):
+                    self._rotary = self._rotary_type(config=self._config)
+            if self._rotary is not None:
+                self._arguments[kind]["position_embeddings"] = self._rotary(hidden, position_ids=position_ids)
         return self._arguments[kind]
-
-    def _angles(self, hidden: Tensor, position_ids: Tensor) -> dict:
-        if self._rotary_type is None:
-            return {}
-        if self._rotary is None:
-            # built here, because the model's own buffers may be on the meta device
-            with torch.device(hidden.device):
-                self._rotary = self._rotary_type(config=self._config)
-        return {"position_embeddings": self._rotary(hidden, position_ids=position_ids)}
 
 
 def split_layers(model: PreTrainedModel) -> list[Layer]:

@@ -19,7 +19,6 @@ from samecurve.models.weight_files import Stored, weight_files
 from samecurve.specs.heads import CAUSAL
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 _SHOWN = 5  # names in a message
@@ -279,7 +278,5 @@ def grow_embedding(tensor: Tensor, num_rows: int) -> Tensor:
     New tokens then start neither likely nor unlikely. A random row can be far from all existing rows and spoil the loss
     of the first steps (Hewitt, 2021, "Initializing new word embeddings for pretrained language models").
     """
-    import torch
-
     more = num_rows - tensor.shape[0]
     return torch.cat([tensor, tensor.mean(dim=0, keepdim=True).expand(more, *tensor.shape[1:])])

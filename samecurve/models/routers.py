@@ -164,7 +164,8 @@ class KeyedNoise(TorchFunctionMode):
         if func is Tensor.exponential_:
             return args[0].copy_(-next(self._places).uniform(args[0]).log())  # finite: `uniform` never draws 0
         if func is Tensor.uniform_:
-            low, high = _bounds(*args[1:], **kwargs or {})
+            bounds = {"from": 0.0, "to": 1.0, **dict(zip(("from", "to"), args[1:], strict=False)), **(kwargs or {})}
+            low, high = bounds["from"], bounds["to"]
             return args[0].copy_(low + (high - low) * next(self._places).uniform(args[0]))
         if func is rand_like:
             return next(self._places).uniform(args[0]).to(args[0].dtype)
@@ -174,11 +175,6 @@ class KeyedNoise(TorchFunctionMode):
         ):  # in place it would change a view of DeepSpeed's backward hooks
             return args[0] * args[1]
         return func(*args, **kwargs or {})
-
-
-def _bounds(low: float = 0.0, high: float = 1.0, **named: Any) -> tuple[float, float]:
-    """Return the bounds of Tensor.uniform_'s arguments, which are called `from` and `to`."""
-    return named.get("from", low), named.get("to", high)
 
 
 def install_noise(model: PreTrainedModel, add_place: Callable[[str], NoiseSource]) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,28 +207,19 @@ def construct(
         ConfigurationError: as lora.inject.
     """
     with no_init_weights(), where:
-        with _without_zero3_init():
+        # Hide ZeRO-3 from transformers: `from_config`, with which its classifiers build their decoder, would shard even
+        # a skeleton. Only `where` decides about that. peft needs to see ZeRO-3, because DoRA reads weights.
+        known = deepspeed_integration._hf_deepspeed_config_weak_ref
+        deepspeed_integration._hf_deepspeed_config_weak_ref = None
+        try:
             model = model_class(config, **without_pooler(model_class))
+        finally:
+            deepspeed_integration._hf_deepspeed_config_weak_ref = known
         if adapter is not None and adapter.name:
             adapters.inject(model, adapter)
     model.tie_weights()  # no_init_weights skips tying
     model.config.use_cache = False  # with a cache, transformers (5.23) ignores where packed documents begin
     return model.train()
-
-
-@contextmanager
-def _without_zero3_init() -> Iterator[None]:
-    """Hide ZeRO-3 from transformers during construction.
-
-    Under ZeRO-3 `from_config`, with which transformers' classifiers build their decoder, would shard even a skeleton.
-    Only `where` decides about sharding during construction. peft still needs to see ZeRO-3, because DoRA reads weights.
-    """
-    known = deepspeed_integration._hf_deepspeed_config_weak_ref
-    deepspeed_integration._hf_deepspeed_config_weak_ref = None
-    try:
-        yield
-    finally:
-        deepspeed_integration._hf_deepspeed_config_weak_ref = known
 
 
 def without_adapter(model: PreTrainedModel) -> PreTrainedModel:

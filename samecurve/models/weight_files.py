@@ -100,7 +100,15 @@ def weight_files(path: str, revision: str | None = None) -> dict[str, Stored]:
     """
     folder = Path(path)
     if not folder.is_dir():
-        folder = _downloaded(path, revision)
+        from huggingface_hub import snapshot_download
+
+        try:
+            # without the same weights in other formats: consolidated.safetensors, .bin, .gguf
+            patterns = ["model*.safetensors", "*.json"]
+            folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+        except Exception as error:  # huggingface_hub, its HTTP library and the file system raise different types
+            text = " ".join(str(error).split())
+            raise ConfigurationError(f"model.path: the weights of {path} could not be downloaded: {text}") from error
     index = folder / INDEX
     if index.exists():
         files = indexed_files(index)
@@ -186,17 +194,6 @@ def indexed_files(index: Path) -> dict[str, Path]:
                 f"{index}: weight_map names {file}, which is not a file of this folder; correct it"
             )
     return files
-
-
-def _downloaded(path: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        # without the same weights in other formats: consolidated.safetensors, .bin, .gguf
-        return Path(snapshot_download(path, revision=revision, allow_patterns=["model*.safetensors", "*.json"]))
-    except Exception as error:  # huggingface_hub, its HTTP library and the file system raise different types
-        text = " ".join(str(error).split())
-        raise ConfigurationError(f"model.path: the weights of {path} could not be downloaded: {text}") from error
 
 
 def fingerprint(files: dict[str, Stored]) -> str:

@@ -84,6 +84,11 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
                 "",
                 f"text part of a {package.model.config.model_type}; {kept or 'no other tensors'} kept as stored",
             )
+    # what the family itself does not train, by names without layer numbers
+    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in sorted(constants(model)))
+    untrained = ", ".join(f"{name} ({number} tensor{'s' * (number > 1)})" for name, number in counts.items())
+    if num_experts(model.config.get_text_config()) > 1 and any("bias" in name for name in counts):
+        untrained += "; a router's bias is frozen: the load of the experts does not move it"
     return ModelDescription(
         model_type=model.config.model_type,
         attention=model.config._attn_implementation if has_attention(model.config) else "none",
@@ -94,18 +99,9 @@ def describe(model: PreTrainedModel, recipe: Recipe) -> ModelDescription:
         unread_tensors=unread,
         unread_keys=without_effect(recipe.model.config) if recipe.model.config else [],
         dequantized=dequantized,
-        constants=_constants(model),
+        constants=untrained,
         unproven=unproven_uses(model) or (),
     )
-
-
-def _constants(model: PreTrainedModel) -> str:
-    """Count the buffers and weights that the family itself does not train by their names without layer numbers."""
-    counts = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in sorted(constants(model)))
-    text = ", ".join(f"{name} ({number} tensor{'s' * (number > 1)})" for name, number in counts.items())
-    if num_experts(model.config.get_text_config()) > 1 and any("bias" in name for name in counts):
-        text += "; a router's bias is frozen: the load of the experts does not move it"
-    return text
 
 
 def load_weights(model: PreTrainedModel, recipe: Recipe, write: Write, names: set[str] | None = None) -> None:
@@ -198,7 +194,12 @@ def _source(model: PreTrainedModel, recipe: Recipe, wanted: set[str]) -> Iterato
     new = new_head(model, recipe, pretrained.missing()) - continued
     growing = embeddings(model) if recipe.tokenizer.chat_template == CHATML else set()
     stored = wanted - added.keys() - new - pretrained.new_constants()
-    hint = _head_hint(model, pretrained.missing() - new - continued)
+    lost, hint = pretrained.missing() - new - continued, ""
+    if lost and not has_new_head(model) and all(_is_heads(model, name) for name in lost):
+        hint = (
+            f", the head of a {type(model).__name__}; name a model that has it, or set model.new_head to true to make "
+            "one"
+        )
     pretrained.check(stored, growing, hint, recipe.model.unknown_tensors)
     yield from _seeded(model, recipe.seed, wanted & new)
     for name, tensor in pretrained.tensors(stored, growing):
@@ -345,11 +346,3 @@ def _is_heads(model: PreTrainedModel, name: str) -> bool:
     if not hasattr(model, model.base_model_prefix):  # a model without a head, or whose head cannot be identified
         return False
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
-
-
-def _head_hint(model: PreTrainedModel, missing: set[str]) -> str:
-    if not missing or has_new_head(model) or not all(_is_heads(model, name) for name in missing):
-        return ""
-    return (
-        f", the head of a {type(model).__name__}; name a model that has it, or set model.new_head to true to make one"
-    )

@@ -145,29 +145,25 @@ def _separate(part: Tensor, heads: int) -> Tensor:
 
 
 def _blocks(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> Iterator[_Block]:
-    """Split one row into blocks. `query`, `key` and `value` are (heads, sequence, width), `first` is (sequence,)."""
+    """Split one row into blocks. `query`, `key` and `value` are (heads, sequence, width), `first` is (sequence,).
+
+    A block ends at a document's end if it then has at least SMALLEST queries.
+    """
     starts = first.tolist()
-    for at in _cuts(starts):
-        seen = slice(starts[at.start], at.stop)
+    begins, stop = [i for i, first_key in enumerate(starts) if i == first_key], 0
+    while stop < len(starts):
+        start, place = stop, bisect_left(begins, stop + SMALLEST)
+        stop = min(start + BLOCK, begins[place] if place < len(begins) else len(starts))
+        at, seen = slice(start, stop), slice(starts[start], stop)
         queries, keys = _together(query[:, at], len(key)), key[:, seen].contiguous()
-        bias = _causal(at.stop - at.start, query.dtype, query.device)
+        bias = _causal(stop - start, query.dtype, query.device)
         bias = nn.functional.pad(bias, (keys.shape[1] - len(bias), 0))
-        if starts[at.stop - 1] > seen.start:  # else the block lies in one document, and every key before it is visible
+        if starts[stop - 1] > seen.start:  # else the block lies in one document, and every key before it is visible
             hidden = torch.arange(seen.start, seen.stop, device=first.device) < first[at, None]
             bias = bias.masked_fill(hidden, float("-inf"))
         if len(query) > len(key):
             bias = bias.repeat(len(query) // len(key), 1)
         yield _Block(at, seen, queries, keys, value[:, seen].contiguous(), bias)
-
-
-def _cuts(starts: list[int]) -> Iterator[slice]:
-    """Yield the ranges of the blocks; a block ends at a document's end if it then has at least SMALLEST queries."""
-    begins, start = [i for i, first in enumerate(starts) if i == first], 0
-    while start < len(starts):
-        place = bisect_left(begins, start + SMALLEST)
-        stop = min(start + BLOCK, begins[place] if place < len(begins) else len(starts))
-        yield slice(start, stop)
-        start = stop
 
 
 @lru_cache(maxsize=BLOCK)

@@ -112,16 +112,14 @@ class Ulysses(ContextAttention):
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         groups = query.shape[1] // key.shape[1]
         own = SimpleNamespace(is_causal=getattr(module, "is_causal", True), num_key_value_groups=groups)
-        output = self._attend(own, *self._to_heads(query, key, value), attention_mask, **arguments)
+        # exchange (rows, heads, own tokens, width) for (rows, own heads, tokens, width), of all three at once
+        parts = query, key, value
+        by_rank = zip(*(part.chunk(self.size, dim=1) for part in parts), strict=True)
+        whole = torch.cat(self._exchange(torch.stack([torch.cat(heads, dim=1) for heads in by_rank])).unbind(), dim=2)
+        own_heads = whole.split([part.shape[1] // self.size for part in parts], dim=1)
+        output = self._attend(own, *own_heads, attention_mask, **arguments)
         # exchange (rows, tokens, own heads, width) for (rows, own tokens, heads, width)
         return torch.cat(self._exchange(torch.stack(output.chunk(self.size, dim=1))).unbind(), dim=2), None
-
-    def _to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """Exchange (rows, heads, own tokens, width) for (rows, own heads, tokens, width), of all tensors at once."""
-        by_rank = zip(*(part.chunk(self.size, dim=1) for part in parts), strict=True)
-        exchanged = self._exchange(torch.stack([torch.cat(heads, dim=1) for heads in by_rank]))
-        whole = torch.cat(exchanged.unbind(), dim=2)
-        return whole.split([part.shape[1] // self.size for part in parts], dim=1)
 
     def _exchange(self, blocks: Tensor) -> Tensor:
         """Send the i-th of (ranks, ...) blocks to rank i, and return the blocks from all ranks."""

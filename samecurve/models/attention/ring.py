@@ -144,11 +144,15 @@ def _tiles(mask: RingMask, group: dist.ProcessGroup, source: int) -> Iterator[_T
         queries = range(start, start + at.stop - at.start)
         for block, place in _spans(source, size, length, KEYS):
             keys = range(max(lowest, place), min(queries.stop, place + block.stop - block.start))
-            if keys:
-                moved = place - block.start
-                is_whole = highest <= keys.start and keys.stop - 1 <= queries.start
-                hidden = None if is_whole else _hidden(mask.first[:, :, at], queries, keys)
-                yield _Tile(at, slice(keys.start - moved, keys.stop - moved), hidden)
+            if not keys:
+                continue
+            hidden, first = None, mask.first[:, :, at]
+            if highest > keys.start or keys.stop - 1 > queries.start:
+                own = torch.arange(queries.start, queries.stop, device=first.device)[:, None]
+                others = torch.arange(keys.start, keys.stop, device=first.device)
+                hidden = ((others > own) | (others < first))[:, None]
+            moved = place - block.start
+            yield _Tile(at, slice(keys.start - moved, keys.stop - moved), hidden)
 
 
 def _spans(index: int, count: int, length: int, step: int) -> Iterator[tuple[slice, int]]:
@@ -156,13 +160,6 @@ def _spans(index: int, count: int, length: int, step: int) -> Iterator[tuple[sli
     for half, chunk in enumerate(head_tail.chunks(index, count)):
         for start in range(0, length, step):
             yield slice(half * length + start, half * length + min(start + step, length)), chunk * length + start
-
-
-def _hidden(first: Tensor, queries: range, keys: range) -> Tensor:
-    """Find the keys that queries do not see; the ranges are places in the row. See _Tile.hidden."""
-    own = torch.arange(queries.start, queries.stop, device=first.device)[:, None]
-    others = torch.arange(keys.start, keys.stop, device=first.device)
-    return ((others > own) | (others < first))[:, None]
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
