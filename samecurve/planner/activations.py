@@ -33,24 +33,11 @@ COMPILED = 0.75  # share of kept bytes: torch.compile recomputes cheap element-w
 def layer_bytes(job: Job) -> float:
     """Return the bytes of one layer and one micro-batch on one rank without recomputation."""
     shape, dims = job.shape, job.dims
-    split, whole = _per_token(job)
-    whole_ranks = dims.tp if job.strategy.tp_sequence_parallel else 1
-    if job.strategy.tp_sequence_parallel and shape.gated and job.flow:
-        whole -= PRODUCT_INPUTS[job.flow] * shape.hidden
-    kept = split / dims.tp + whole / whole_ranks
-    kept *= COMPILED if job.compile else 1
-    kept += job.element_bytes * job.frozen.width if job.frozen else 0
-    return job.tokens * (kept + score_bytes(job)) + job.element_bytes * mask_elements(job)
-
-
-def _per_token(job: Job) -> tuple[float, float]:
-    """Return (bytes that tensor parallelism divides, other bytes) of one token in one layer."""
-    shape, experts = job.shape, max(job.shape.top_k, 1) * expert_imbalance(job)
+    experts = max(shape.top_k, 1) * expert_imbalance(job)
     width = 4 if job.flow == "fp32" else 2
     # inputs and outputs of the experts; an all-to-all needs neither for its own backward pass
     dispatched = 2 * width * shape.hidden * experts if shape.experts else 0
-    whole = job.dims.tp / job.mlp_split  # undoes the caller's division
-    # MemTracker's numbers are of gated models; others are counted as a GPT in 16 bits (coverage.left_out)
+    # MemTracker's numbers are of gated models; others are counted as a GPT in 16 bits (inputs.left_out)
     if shape.gated and job.flow:
         attention = job.element_bytes * _attention_width(job)
         if shape.head_norms:
@@ -64,13 +51,21 @@ def _per_token(job: Job) -> tuple[float, float]:
         norms -= (4 if in_16_bit else 8) * num_norms if job.frozen else 0
         # the scaled numbers in fp32, before they are cast
         norms += 4 * num_norms if shape.fp32_norms and in_16_bit else 0
-        return attention + (inner + dispatched) * whole, norms * shape.hidden
-    if shape.gated:
+        norms -= PRODUCT_INPUTS[job.flow] if job.strategy.tp_sequence_parallel else 0
+        mlp = (inner + dispatched) * (dims.tp / job.mlp_split)
+    elif shape.gated:
         attention = (8 + 10 * shape.kv_share) * shape.attention_width
         norms = 4 if job.stack in FUSED_NORMS else 10
-        return attention + (8 * shape.ffn * experts + dispatched) * whole, norms * shape.hidden
-    ffn = 4 * shape.ffn * experts  # 16 h of the 34 h in a GPT with ffn = 4 h
-    return (4 + 4 * shape.kv_share) * shape.attention_width + ffn + dispatched, (8 if job.flash else 10) * shape.hidden
+        mlp = (8 * shape.ffn * experts + dispatched) * (dims.tp / job.mlp_split)
+    else:
+        attention = (4 + 4 * shape.kv_share) * shape.attention_width
+        norms = 8 if job.flash else 10
+        mlp = 4 * shape.ffn * experts + dispatched  # 16 h of the 34 h in a GPT with ffn = 4 h
+    kept = (attention + mlp) / dims.tp
+    kept += norms * shape.hidden / job.sequence_split
+    kept *= COMPILED if job.compile else 1
+    kept += job.element_bytes * job.frozen.width if job.frozen else 0
+    return job.tokens * (kept + score_bytes(job)) + job.element_bytes * mask_elements(job)
 
 
 def _attention_width(job: Job) -> float:
@@ -128,33 +123,27 @@ def score_gradient_bytes(job: Job) -> float:
 
 
 def kept_bytes(job: Job) -> float:
-    """Return the bytes that one layer keeps of a micro-batch on one rank, by the kind of recomputation."""
-    if job.checkpointing == "full":
-        return _input_bytes(job)
-    return _products_bytes(job) if job.keeps_products else layer_bytes(job)
+    """Return the bytes that one layer keeps of a micro-batch on one rank, by the kind of recomputation.
 
-
-def _input_bytes(job: Job) -> float:
-    """Return the bytes of a layer's input: 2 s b h; 4 s b h where residuals are fp32."""
-    ranks = job.dims.tp if job.strategy.tp_sequence_parallel else 1
-    return (4 if job.flow in ("fp32", "autocast") else 2) * job.tokens * job.shape.hidden / ranks
-
-
-def _products_bytes(job: Job) -> float:
-    """Return what selective recomputation by operator keeps: results of products and attention, and the input.
-
-    Products of experts are none of torch's `mm`. Where every second product is kept, keys' is not, nor the last of
-    attention, nor one of a gated MLP.
+    Full recomputation keeps the layer's input: 2 s b h; 4 s b h where residuals are fp32. Selective recomputation by
+    operator also keeps results of products and attention. Products of experts are none of torch's `mm`. Where every
+    second product is kept, keys' is not, nor the last of attention, nor one of a gated MLP.
     """
+    if job.checkpointing != "full" and not job.keeps_products:
+        return layer_bytes(job)
     shape, width = job.shape, job.shape.attention_width
+    input_bytes = (4 if job.flow in ("fp32", "autocast") else 2) * job.tokens * shape.hidden / job.sequence_split
+    if job.checkpointing == "full":
+        return input_bytes
     ffn = 0 if shape.experts else shape.ffn
     inputs = int(shape.gated)  # products of a gated MLP beside the two of any MLP
     if job.flow:
         split, whole = (2 + 2 * shape.kv_share) * width + (1 + inputs) * ffn, (1 if shape.experts else 2) * shape.hidden
     else:
         split, whole = (2 + shape.kv_share) * width + ffn, (inputs if ffn else 0) * shape.hidden
-    ranks = job.dims.tp if job.strategy.tp_sequence_parallel and not job.flow else 1
-    return _input_bytes(job) + job.element_bytes * job.tokens * (split / job.dims.tp + whole / ranks)
+    return input_bytes + job.element_bytes * job.tokens * (
+        split / job.dims.tp + whole / (1 if job.flow else job.sequence_split)
+    )
 
 
 def cut_gradient_bytes(job: Job) -> float:
@@ -165,5 +154,5 @@ def cut_gradient_bytes(job: Job) -> float:
     shape, dims = job.shape, job.dims
     inner = (2 if shape.gated else 1) * shape.ffn * max(shape.top_k, 1) * expert_imbalance(job)
     split = (1 + 2 * shape.kv_share) * shape.attention_width / dims.tp + inner / job.mlp_split
-    whole = 4 * shape.hidden / (dims.tp if job.strategy.tp_sequence_parallel else 1)
+    whole = 4 * shape.hidden / job.sequence_split
     return job.element_bytes * job.tokens * (split + whole)

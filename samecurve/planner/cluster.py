@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,10 +52,6 @@ HOSTS = {"A100-40GB": Host(1000, 128, 27), "A100-80GB": Host(2000, 128, 27), "cp
 Rate = Annotated[float, Field(gt=0)]
 
 
-def _by_ranks(value: Any) -> Any:
-    return value if isinstance(value, Mapping | None) else {"1": value}
-
-
 def _of_ranks(rates: dict[str, float] | None) -> dict[str, float] | None:
     for ranks in rates or ():
         if not ranks.isdecimal() or not int(ranks):
@@ -68,7 +64,11 @@ class LinkBlock(Section):
 
     level: Name | None = None
     size: Count | None = None
-    bus_gb_per_s: Annotated[dict[str, Rate] | None, BeforeValidator(_by_ranks), AfterValidator(_of_ranks)] = None
+    bus_gb_per_s: Annotated[
+        dict[str, Rate] | None,
+        BeforeValidator(lambda value: value if isinstance(value, Mapping | None) else {"1": value}),
+        AfterValidator(_of_ranks),
+    ] = None
     gbit_per_s_per_node: Rate | None = None
     latency_us: Rate = 0
 
@@ -167,36 +167,32 @@ def read_cluster(text: str) -> Cluster:
     if Path(text).suffix not in (".yaml", ".yml"):
         return built_in(text)
     document = read_document(text)
-    file = None
-    if not document.problems:
-        try:
-            file = ClusterFile.model_validate(document.content)
-        except ValidationError as error:
-            for detail in error.errors(include_url=False, include_context=True):
-                path = tuple(str(part) for part in detail["loc"])
-                document.problem(path, loader.explain(detail, path, ClusterFile))
-    for key, text in _contradictions(file) if file else ():
-        document.problem((key,), text)
-    if document.problems or not file:
+    if document.problems:
         raise ConfigurationError(format_problems(document.problems))
-    return describe_machines(file)
-
-
-def _contradictions(file: ClusterFile) -> Iterator[tuple[str, str]]:
-    """Generate the keys whose values contradict others, and the problem of each."""
+    try:
+        file = ClusterFile.model_validate(document.content)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False, include_context=True):
+            path = tuple(str(part) for part in detail["loc"])
+            document.problem(path, loader.explain(detail, path, ClusterFile))
+        raise ConfigurationError(format_problems(document.problems)) from None
     if file.device and file.gpu:
-        yield "device", "conflicts with gpu; keep one of them"
+        document.problem(("device",), "conflicts with gpu; keep one of them")
     if not file.device and not (file.gpu and known_gpu(file.gpu)):
         names, observed = ", ".join(known_names()), f"found {describe(file.gpu)}" if file.gpu else "missing"
-        yield "gpu", f"{observed}, expected a GPU with known rates: {names}; describe another one under device"
-    memory = describe_machines(file).card.memory_gib
+        fix = "describe another one under device"
+        document.problem(("gpu",), f"{observed}, expected a GPU with known rates: {names}; {fix}")
+    machines = describe_machines(file)
+    memory, sizes = machines.card.memory_gib, [level.size for level in machines.levels[:-1]]
     if file.reserved_gib is not None and file.reserved_gib >= memory:
-        text = f"found {file.reserved_gib:g}, expected less than the memory of the GPU, {memory:g} GiB"
-        yield "reserved_gib", f"{text}; the rest is for the job"
-    sizes = [level.size for level in describe_machines(file).levels[:-1]]
+        least = f"expected less than the memory of the GPU, {memory:g} GiB"
+        document.problem(("reserved_gib",), f"found {file.reserved_gib:g}, {least}; the rest is for the job")
     if sizes != sorted(set(sizes)) or sizes[0] != file.gpus_per_node:
-        text = f"found sizes {sizes}, expected the first to be gpus_per_node ({file.gpus_per_node})"
-        yield "links", f"{text} and each to be larger"
+        legal = f"expected the first to be gpus_per_node ({file.gpus_per_node}) and each to be larger"
+        document.problem(("links",), f"found sizes {sizes}, {legal}")
+    if document.problems:
+        raise ConfigurationError(format_problems(document.problems))
+    return machines
 
 
 def describe_machines(file: ClusterFile) -> Cluster:

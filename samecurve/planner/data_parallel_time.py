@@ -97,7 +97,7 @@ def overlapped(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list
     if job.sharding.gathers_once:
         return [Overlap("last", gathers, *alone), Overlap("last", reduces, *backward)]
     if job.zero == 3:  # of each layer, hidden behind the layer before
-        again = [gather for gather in (gathered_again(job, stage, gathers, constants),) if gather]
+        again = gathered_again(job, stage, gathers, constants)
         forward = Overlap("each", gathers, "forward pass", layers * one.forward, share)
         if not job.sharding.reduces_once:
             return [forward, Overlap("each", [*again, *reduces], *backward)]
@@ -112,21 +112,26 @@ def overlapped(job: Job, stage: Stage, constants: Profile, one: Seconds) -> list
     return [Overlap("last", [*reduces, *gathers], *backward)]
 
 
-def gathered_again(job: Job, stage: Stage, gathers: Sequence[Transfer], constants: Profile) -> Transfer | None:
-    """Return the second gather of a micro-batch, which may be among the ranks of a second copy alone (ZeRO-3's hpZ)."""
+def gathered_again(job: Job, stage: Stage, gathers: Sequence[Transfer], constants: Profile) -> list[Transfer]:
+    """Return the second gather of a micro-batch, which may be among the ranks of a second copy alone (ZeRO-3's hpZ).
+
+    There is none where all weights stay.
+    """
     size, layers = job.strategy.secondary_partition, max(stage.layers, 1)
     if not job.sharding.reshards or not gathers:
-        return None
+        return []
     (first,) = gathers
     content = "gather of weights, again"
     if size == 1:
         live = job.live_elements / (job.shape.parameters / job.dims.tp) if job.stack == "deepspeed" else 0
+        if live == 1:
+            return []
         volume, seconds = (1 - live) * first.volume_bytes, (1 - live) * first.seconds
-        return Transfer(content, first.width, volume, first.ranks, first.over, seconds)
+        return [Transfer(content, first.width, volume, first.ranks, first.over, seconds)]
     near = axis_link(job, "dp", constants, size)
     volume = links.all_gather_volume(job.gather_bytes * sum(stage_parameters(job, stage)) / layers, size)
     seconds = layers * links.collective_seconds(volume, size, near)
-    return Transfer(content, first.width, layers * volume, size, near, seconds)
+    return [Transfer(content, first.width, layers * volume, size, near, seconds)]
 
 
 def transfers(job: Job, stage: Stage, constants: Profile) -> tuple[list[Transfer], list[Transfer]]:

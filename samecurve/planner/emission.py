@@ -145,29 +145,25 @@ def write_files(folder: str, texts: Mapping[str, str], record: Mapping[str, Any]
     digests = {name: _digest(text.encode()) for name, text in texts.items()}
     whole = {**texts, RECORD: json.dumps({**record, "files": digests}, indent=1) + "\n"}
     with storage_errors(directory):
-        stale = _stale(directory, digests)
+        earlier = _earlier(directory)
+        names = dict.fromkeys([*digests, *(name for name in earlier or () if name != RECIPE)])
+        present = {name: _digest((directory / name).read_bytes()) for name in names if (directory / name).exists()}
+        legal = earlier or {}
+        changed = [name for name, digest in present.items() if digest not in (digests.get(name), legal.get(name))]
+        changed += [RECORD] if earlier is None else []
+        if changed:
+            told = f"--output {directory}: {', '.join(changed)}: not written by an earlier plan, or changed since"
+            raise ConfigurationError(f"{told}; move what you need away, or give another folder")
         directory.mkdir(parents=True, exist_ok=True)
-        for path in stale:
-            path.unlink()
+        for name in present:
+            if name not in digests:
+                (directory / name).unlink()
         for name, text in whole.items():
             path = directory / name
             path.write_text(text, encoding="utf-8")
             if name.endswith(".sh"):
                 path.chmod(0o755)
     return [*whole]
-
-
-def _stale(directory: Path, digests: Mapping[str, str]) -> list[Path]:
-    """Return the files of an earlier plan that this one does not have. Raises ConfigurationError for changed ones."""
-    earlier = _earlier(directory)
-    names = dict.fromkeys([*digests, *(name for name in earlier or () if name != RECIPE)])
-    present = {name: _digest((directory / name).read_bytes()) for name in names if (directory / name).exists()}
-    changed = [name for name, digest in present.items() if digest not in (digests.get(name), (earlier or {}).get(name))]
-    changed += [RECORD] if earlier is None else []
-    if changed:
-        told = f"--output {directory}: {', '.join(changed)}: not written by an earlier plan, or changed since"
-        raise ConfigurationError(f"{told}; move what you need away, or give another folder")
-    return [directory / name for name in present if name not in digests]
 
 
 def _earlier(directory: Path) -> dict[str, str] | None:

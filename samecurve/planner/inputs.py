@@ -171,6 +171,13 @@ class PlanRequest:
             path = str(recipe.distill.teacher)
             teacher = model_shape.shape(model_shape.read(path, f"{name}: distill.teacher {path}: "), path)
         element_bytes = 4 if recipe.precision == "fp32" else 2
+        # where a GPU has been measured, models/attention/choice.py may choose another
+        attention = recipe.model.attention
+        if attention == "auto" and FAMILIES.get(fields.get("model_type", ""), NOT_KNOWN).score_bytes:
+            attention = "eager"
+        elif attention == "auto":
+            gains = recipe.precision == "bf16" and TASKS[recipe.task].auto_class == "AutoModelForCausalLM"
+            attention = "auto" if gains and not without_varlen(fields) else "sdpa"
         # by what is known of the family; an engine tries the model's head
         is_scaled = fields.get("model_type") in families("whole_logits") or fields.get("final_logit_softcapping")
         in_chunks = loss_chunks.are_allowed(recipe.loss.implementation, recipe.precision) and not is_scaled
@@ -183,7 +190,7 @@ class PlanRequest:
             in_chunks and TASKS[recipe.task].takes_chunks,
             optimizer_bytes(recipe),
             fixed,
-            _attention(recipe, fields),
+            attention,
             "" if recipe.fp8 == "off" else recipe.fp8,
             recipe.compile in COMPILED,
             str(fields.get("model_type") or ""),
@@ -205,17 +212,6 @@ class PlanRequest:
     def rows_of_a_rank(self, ranks: int) -> int:
         """Rows of a step that the fullest data-parallel rank reads."""
         return self.batch.rows_per_rank(ranks)[0]
-
-
-def _attention(recipe: Recipe, fields: Mapping[str, Any]) -> str:
-    """Return `PlanRequest.attention`; where a GPU has been measured, models/attention/choice.py may choose another."""
-    asked = recipe.model.attention
-    if asked != "auto":
-        return asked
-    if FAMILIES.get(fields.get("model_type", ""), NOT_KNOWN).score_bytes:
-        return "eager"
-    gains = recipe.precision == "bf16" and TASKS[recipe.task].auto_class == "AutoModelForCausalLM"
-    return "auto" if gains and not without_varlen(fields) else "sdpa"
 
 
 # Reads what is to be trained: a recipe, or a model without one.
@@ -242,8 +238,12 @@ def read(name: str, overrides: Sequence[str], fill: Callable[[Document], object]
         ConfigurationError: with every problem found.
     """
     if is_recipe(name):
-        source = _recipe(name, overrides, fill)
+        source = loader.read_recipe(name, overrides, fill)
+        elsewhere = loader.data_elsewhere(source)
+        if problems := [problem for problem in source.document.problems if problem.key not in elsewhere]:
+            raise ConfigurationError(format_problems(problems))
         assert source.recipe is not None
+        refuse(source.recipe, source.document)
         model = source.recipe.model
         described = f"{name}: model.{'config' if model.config else f'path {model.path}'}"
         fields = model.config or {**model_shape.read(str(model.path), f"{described}: "), **model.overrides}
@@ -257,17 +257,6 @@ def read(name: str, overrides: Sequence[str], fill: Callable[[Document], object]
     blocks = {(block,) for block, _ in SEARCHED.values()} & typed.keys()
     fixed = frozenset(name for name, path in SEARCHED.items() if path in typed or path[:1] in blocks)
     return PlanRequest.of_recipe(source, fields, described, recipe.tokenizer.vocabulary_size, fixed)
-
-
-def _recipe(name: str, overrides: Sequence[str], fill: Callable[[Document], object] | None) -> RecipeSource:
-    source = loader.read_recipe(name, overrides, fill)
-    elsewhere = loader.data_elsewhere(source)
-    problems = [problem for problem in source.document.problems if problem.key not in elsewhere]
-    if problems:
-        raise ConfigurationError(format_problems(problems))
-    assert source.recipe is not None
-    refuse(source.recipe, source.document)
-    return source
 
 
 def bare_recipe(name: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -228,6 +228,11 @@ class Job:
         return 1 if self.stack == "fsdp2" and self.dims.ep > 1 else self.dims.tp
 
     @property
+    def sequence_split(self) -> int:
+        """Tensor-parallel ranks that share the tokens of norms and residuals, with sequence parallelism."""
+        return self.dims.tp if self.strategy.tp_sequence_parallel else 1
+
+    @property
     def memory_gib(self) -> float:
         return self.gpu_memory_gib or self.card.memory_gib
 

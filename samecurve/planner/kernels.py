@@ -77,8 +77,8 @@ def product_seconds(job: Job, rows: float, inputs: float, outputs: float, consta
 
 def layer(job: Job, constants: Profile) -> Seconds:
     """Return the seconds of one layer, the recomputed forward included in the backward."""
-    parts, attention = _products(job, constants), attention_seconds(job, constants)
-    products = sum(parts)
+    (of_attention, of_mlp), attention = _products(job, constants), attention_seconds(job, constants)
+    products = of_attention + of_mlp
     # element-wise operations move twice the bytes that they keep, read and written; scores' are part of attention
     kept = layer_bytes(job) - job.tokens * score_bytes(job)
     traffic = constants.traffic * 2 * kept / (job.card.hbm_gb_per_s * 1e9)
@@ -100,7 +100,11 @@ def layer(job: Job, constants: Profile) -> Seconds:
     if job.checkpointing == "full":
         backward += forward
     elif job.keeps_products:
-        backward += _repeated_products(job, *parts) + traffic + (0 if job.flash else attention.forward)
+        # of our own stacks, only the grouped products of experts, which are not kept; of others, every second product
+        repeated = of_mlp if job.shape.experts else 0
+        if not job.flow:
+            repeated = (of_mlp if job.shape.experts else of_mlp / (3 if job.shape.gated else 2)) + of_attention / 2
+        backward += repeated + traffic + (0 if job.flash else attention.forward)
         backward += floor if job.card.generation == "cpu" else 0
     elif job.checkpointing == "selective":
         backward += attention.forward
@@ -139,15 +143,6 @@ def _products(job: Job, constants: Profile) -> tuple[float, float]:
     attention = product_seconds(job, tokens, width, queries, constants)
     attention += product_seconds(job, tokens, shape.attention_width / split, width, constants)
     return attention, calls * (up + down)
-
-
-def _repeated_products(job: Job, attention: float, mlp: float) -> float:
-    """Return the seconds of those of `_products` that selective recomputation by operator repeats."""
-    if job.shape.experts:  # grouped products, which are not kept
-        repeated = mlp
-    else:
-        repeated = 0 if job.flow else mlp / (3 if job.shape.gated else 2)
-    return repeated + (0 if job.flow else attention / 2)
 
 
 def attention_seconds(job: Job, constants: Profile) -> Seconds:

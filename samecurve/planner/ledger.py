@@ -48,7 +48,12 @@ def ledger(job: Job, stage: Stage, trained_tokens: float | None = None) -> list[
     if job.dims.cp > 1:
         exchanges += _context_parallel(job)
     if job.dims.ep > 1:
-        exchanges.append(_dispatch(job))
+        # tokens to their experts, outputs back, and the gradients of both, if routers spread tokens evenly
+        shape, forwards = job.shape, 2 if job.repeats_layers else 1
+        tokens = job.grad_accum * shape.layers * round(job.tokens) * shape.top_k
+        counts = forwards * INT64 * job.grad_accum * shape.layers * shape.experts
+        sent = 2 * (forwards + 1) * job.element_bytes * tokens * shape.hidden
+        exchanges.append(Exchange("ep", "all_to_all", "tokens for experts", sent + counts))
     if job.strategy.schedule in SCHEDULES:
         exchanges += _scheduled(job, stage)
     elif job.dims.pp > 1:
@@ -116,9 +121,17 @@ def _numbers(job: Job) -> Iterator[Exchange]:
 
 
 def _fully_sharded(job: Job) -> list[Exchange]:
-    """FSDP2: each layer is gathered for forward and backward; the last unit (head, tied embedding) once."""
+    """FSDP2: each layer is gathered for forward and backward; the last unit (head, tied embedding) once.
+
+    Of experts that are spread, those are gathered that other ranks hold, too.
+    """
     shape, dims, count = job.shape, job.dims, job.grad_accum
-    layers = shape.layers * _layer(job)
+    if dims.ep == 1:
+        mlp = _padded(job, _cut(job, shape.mlp_weights))
+    else:
+        mlp = 0 if job.shard == dims.ep else elements(shape.mlp_weights) // dims.ep
+    attention = _padded(job, _cut(job, shape.attention_weights))
+    layers = shape.layers * (attention + _padded(job, shape.router_weights) + mlp)
     embedding, last = _padded(job, _cut(job, shape.embedding_weights)), [*shape.final_weights, *shape.head_weights]
     if shape.tied:
         last, embedding = [*last, *shape.embedding_weights], 0
@@ -133,25 +146,6 @@ def _fully_sharded(job: Job) -> list[Exchange]:
     ]
 
 
-def _layer(job: Job) -> int:
-    """Elements of a layer that are gathered. Of experts that are spread, those that other ranks hold, too."""
-    shape, dims = job.shape, job.dims
-    if dims.ep == 1:
-        mlp = _padded(job, _cut(job, shape.mlp_weights))
-    else:
-        mlp = 0 if job.shard == dims.ep else elements(shape.mlp_weights) // dims.ep
-    return _padded(job, _cut(job, shape.attention_weights)) + _padded(job, shape.router_weights) + mlp
-
-
-def _dispatch(job: Job) -> Exchange:
-    """Tokens to their experts, outputs back, and the gradients of both, if routers spread tokens evenly."""
-    shape, forwards = job.shape, 2 if job.repeats_layers else 1
-    tokens = job.grad_accum * shape.layers * round(job.tokens) * shape.top_k
-    counts = forwards * INT64 * job.grad_accum * shape.layers * shape.experts
-    sent = 2 * (forwards + 1) * job.element_bytes * tokens * shape.hidden
-    return Exchange("ep", "all_to_all", "tokens for experts", sent + counts)
-
-
 def _zero(job: Job) -> list[Exchange]:
     """ZeRO-1 reduces once per step, ZeRO-2 after every micro-batch; both gather two groups of updated weights."""
     count = job.grad_accum if job.zero == 2 else 1
@@ -161,15 +155,6 @@ def _zero(job: Job) -> list[Exchange]:
     return [
         Exchange("dp", "all_reduce", "gradients", count * _gradient_bytes(job)),
         Exchange("dp", "all_gather", "weights", round(job.trained * job.element_bytes * gathered)),
-    ]
-
-
-def _zero3(job: Job) -> list[Exchange]:
-    count, (small, large, gathered) = job.grad_accum, _zero3_elements(job)
-    return [
-        Exchange("dp", "all_gather", "weights", round(job.gather_bytes * count * gathered)),
-        Exchange("dp", "all_gather", "small weights, after the update", round(job.trained * job.element_bytes * small)),
-        Exchange("dp", "reduce_scatter", "gradients", round(count * job.reduce_bytes * (large + small))),
     ]
 
 
@@ -286,14 +271,14 @@ def _held(job: Job, stage: Stage) -> int:
     return own + (_elements(job, shape.embedding_weights) if shape.tied and stage.head and not stage.embedding else 0)
 
 
-def _zero3_elements(job: Job) -> tuple[int, int, int]:
-    """Count the elements of small weights, of large ones, and of the latter's gathers in a micro-batch of ZeRO-3.
+def _zero3(job: Job) -> list[Exchange]:
+    """ZeRO-3 gathers large weights and reduces all gradients in each micro-batch.
 
     Each size is padded to a multiple of the ranks. Small weights stay whole on every rank. A large one is gathered for
     its forward pass, and again for the backward pass unless it stayed: it does if the weights that are used in between
     have fewer elements than `stage3_max_reuse_distance`, or if the whole model is gathered ahead.
     """
-    shape, ranks, distance = job.shape, job.shard, job.sharding.reuse_distance
+    shape, ranks, count, distance = job.shape, job.shard, job.grad_accum, job.sharding.reuse_distance
     if shape.parameters <= job.sharding.prefetched:
         distance = math.inf
     passes = 3 if job.repeats_layers else 2  # that later weights make between the two uses
@@ -313,4 +298,8 @@ def _zero3_elements(job: Job) -> tuple[int, int, int]:
         else:
             times = 1 if passes * following < distance else 2
         gathered += times * padded
-    return small, large, gathered
+    return [
+        Exchange("dp", "all_gather", "weights", round(job.gather_bytes * count * gathered)),
+        Exchange("dp", "all_gather", "small weights, after the update", round(job.trained * job.element_bytes * small)),
+        Exchange("dp", "reduce_scatter", "gradients", round(count * job.reduce_bytes * (large + small))),
+    ]

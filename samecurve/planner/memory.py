@@ -76,13 +76,22 @@ def anatomy(job: Job, constants: Profile | None = None, chosen: Sequence[Stage] 
     held = 0 if resident else WORKSPACE_GIB * GIB
     workspaces = Line("workspaces", held, held, held, "cuBLAS, some streams", "assumed")
     kept, source = reserved(job)
+    moved, offloaded = 0, []
+    if job.stack == "deepspeed" and job.zero < 3 and job.updates_on_host:
+        moved = job.element_bytes * max(map(math.prod, [*job.shape.embedding_weights, *job.shape.layer_weights]))
+        offloaded.append(Line("offload buffer", moved, moved, moved, "the largest weight's gradient", "DeepSpeed"))
+    # on a CPU, processes have the host's memory, the buffer among it
+    if job.card.generation == "cpu" and job.strategy.offload:
+        held = offloaded_gib(job) * GIB / min(job.gpus_per_node, job.dims.world_size) + moved
+        formula = "a process's share of what the host keeps; on a CPU the memory is the same"
+        offloaded.append(Line("offloaded states", held, held, held, formula, "memory.py"))
     rank_classes = []
     for stage in chosen or stages(job, job.stack in BY_COST):
         activations = tensor_lines.activations(job, stage)
         loss = tensor_lines.loss_lines(job, constants) if stage.head else []
         states = tensor_lines.states(job, stage, activations[0].backward)
         gathered = tensor_lines.gathered(job, stage, sum(line.forward for line in loss))
-        lines = [*states, *tensor_lines.teacher(job), *_offloaded(job), *activations, *loss, *gathered, workspaces]
+        lines = [*states, *tensor_lines.teacher(job), *offloaded, *activations, *loss, *gathered, workspaces]
         # last, because it fills what the other lines leave free
         lines.append(tensor_lines.gathered_inputs(job, constants, lines))
         factor = learnt.memory_factor(job.library) if learnt else 1
@@ -106,49 +115,31 @@ def reserved(job: Job) -> tuple[float | None, str]:
     return PROCESS_GIB if job.card.generation == "cpu" else None, "assumed"
 
 
-def _offloaded(job: Job) -> list[Line]:
-    """List the buffer of what is offloaded, and on a CPU, whose processes have the host's memory, all of it."""
-    moved, shape = 0, job.shape
-    if job.stack == "deepspeed" and job.zero < 3 and job.updates_on_host:
-        moved = job.element_bytes * max(map(math.prod, [*shape.embedding_weights, *shape.layer_weights]))
-    lines = [Line("offload buffer", moved, moved, moved, "the largest weight's gradient", "DeepSpeed")] if moved else []
-    if job.card.generation != "cpu":
-        return lines
-    held = offloaded_gib(job) * GIB / min(job.gpus_per_node, job.dims.world_size) + moved  # which the host has, too
-    formula = "a process's share of what the host keeps; on a CPU the memory is the same"
-    return lines + [Line("offloaded states", held, held, held, formula, "memory.py")] if held else lines
-
-
 # States kept outside of a GPU, as runs on a CPU have them (test_tensor_bytes.py).
 
 
 def offloaded_gib(job: Job) -> float:
-    """Return the GiB that a node keeps in host memory."""
-    replicas = max(job.dims.dp // max(job.shard, 1), 1)
-    whole = _bytes_per_parameter(job) * job.shape.parameters * replicas
+    """Return the GiB that a node keeps in host memory, as DeepSpeed 0.19.8 and FSDP2 allocate it."""
+    per_parameter = float(STATES * job.trained) if "optimizer:cpu" in job.strategy.offload else 0.0
+    per_parameter += job.states.average if job.strategy.offloads_optimizer else 0
+    if job.stack != "deepspeed":  # the weights that FSDP2 offloads are those that Adam updates, and frozen ones
+        per_parameter += job.frozen.weight_bytes if job.frozen and per_parameter else 0
+    else:
+        if "param:cpu" in job.strategy.offload:
+            weights = job.frozen.weight_bytes + job.trained * job.element_bytes if job.frozen else job.element_bytes
+            per_parameter += weights
+        if job.updates_on_host and job.zero == 3:
+            per_parameter += SUMS * job.trained
+        elif job.updates_on_host:
+            # new weights on their way back, and sums of micro-batches' gradients
+            per_parameter += job.trained * job.element_bytes * (2 if job.grad_accum > 1 else 1)
+    whole = per_parameter * job.shape.parameters * max(job.dims.dp // max(job.shard, 1), 1)
     # buffers of each rank through which it reads and writes what is on a disk
     buffers = job.element_bytes * job.sharding.weight_buffers if "param:nvme" in job.strategy.offload else 0.0
     if "optimizer:nvme" in job.strategy.offload:
         buffers += 4 * job.sharding.state_buffers * min(job.sharding.subgroup, job.shape.parameters / job.shard)
     whole += buffers * job.dims.world_size
     return whole / GIB / max(job.dims.world_size / job.gpus_per_node, 1)
-
-
-def _bytes_per_parameter(job: Job) -> float:
-    """Return the bytes of each parameter in host memory, as DeepSpeed 0.19.8 and FSDP2 allocate them."""
-    num_bytes = float(STATES * job.trained) if "optimizer:cpu" in job.strategy.offload else 0.0
-    num_bytes += job.states.average if job.strategy.offloads_optimizer else 0
-    stored = job.frozen.weight_bytes + job.trained * job.element_bytes if job.frozen else job.element_bytes
-    if job.stack != "deepspeed":  # the weights that FSDP2 offloads are those that Adam updates, and frozen ones
-        return num_bytes + (job.frozen.weight_bytes if job.frozen and num_bytes else 0)
-    if "param:cpu" in job.strategy.offload:
-        num_bytes += stored
-    if job.updates_on_host:
-        if job.zero == 3:
-            return num_bytes + SUMS * job.trained
-        # new weights on their way back, and sums of micro-batches' gradients
-        num_bytes += job.trained * job.element_bytes * (2 if job.grad_accum > 1 else 1)
-    return num_bytes
 
 
 def overhead(rank_class: Anatomy) -> list[Line]:

@@ -105,9 +105,9 @@ class Ratio:
         return f"{name}, adds {self.exposed:.3g} of {self.seconds:.3g} s"
 
 
-def ratios(job: Job, constants: Profile | None = None) -> list[Ratio]:
+def ratios(job: Job) -> list[Ratio]:
     """List every exchange of the slowest stage's ranks that the step time counts."""
-    constants = constants or profile(job.stack)
+    constants = profile(job.stack)
     whole = step_time.breakdown(job, constants)
     classes = stages(job, job.stack in BY_COST)
     stage = next(kind for kind in classes if step_time.stage_time(job, kind, constants) == replace(whole, bubble=0))
@@ -252,10 +252,9 @@ class _Exchanges:
         """Compare the sends of hidden states and of their gradients with the next stage's forward pass."""
         job, layers = self.job, self.stage.layers / self.job.virtual_stages
         width = 4 if job.strategy.schedule in SCHEDULES else job.element_bytes
-        parts = job.dims.tp if job.strategy.tp_sequence_parallel else 1
         over, seconds = axis_link(job, "pp", self.constants, 2), step_time.send_seconds(job, self.constants)
         content = "pipeline, hidden states and their gradients"
-        sent = Transfer(content, width, width * job.tokens * job.shape.hidden / parts, 2, over, seconds)
+        sent = Transfer(content, width, width * job.tokens * job.shape.hidden / job.sequence_split, 2, over, seconds)
         ratio = textbook_pipeline(job.shape.hidden, max(layers, 1), *self.rates(sent))
         times, forward = 2 * job.virtual_stages * job.grad_accum, layers * self.layer.forward
         behind = f"{seconds:.3g} s, for which {forward:.3g} s of the next stage's forward pass wait"

@@ -135,20 +135,19 @@ def at_most(count: int, choices: Sequence[Choice]) -> list[Choice]:
 
 
 def table(choices: Sequence[Choice]) -> str:
-    return aligned([COLUMNS, *map(_row, choices)])
-
-
-def _row(choice: Choice) -> list[str]:
-    assert choice.prediction and choice.job
-    prediction = choice.prediction
-    low, high = map(_step_seconds, prediction.seconds_interval)
-    least, most = prediction.total_interval
-    verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
-    return [
-        choice.name, sizes(choice.job), batch(choice.job), choice.job.checkpointing,
-        rate(choice.tokens_per_s), _step_seconds(prediction.seconds), f"{low}-{high}",
-        f"{prediction.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", verdict, prediction.binding,
-    ]  # fmt: skip
+    rows: list[Sequence[str]] = [COLUMNS]
+    for choice in choices:
+        assert choice.prediction and choice.job
+        prediction = choice.prediction
+        low, high = map(_step_seconds, prediction.seconds_interval)
+        least, most = prediction.total_interval
+        verdict = f"{choice.verdict}{', tie' if choice.tie else ''}"
+        rows.append([
+            choice.name, sizes(choice.job), batch(choice.job), choice.job.checkpointing,
+            rate(choice.tokens_per_s), _step_seconds(prediction.seconds), f"{low}-{high}",
+            f"{prediction.total_memory_gib:.1f}", f"{least:.1f}-{most:.1f}", verdict, prediction.binding,
+        ])  # fmt: skip
+    return aligned(rows)
 
 
 def _step_seconds(value: float) -> str:

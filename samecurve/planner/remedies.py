@@ -35,7 +35,21 @@ def smallest_change(
     as_written = templates is not shipped  # files that were asked for are not searched
     if more := more_gpus(request, whole, templates, machines.gpus, as_written):
         fixes.append(f"{more.name} {elsewhere(more)}")
-    return ", or ".join(filter(None, fixes)) or _shorter(request, machines, shipped)
+    if any(fixes):
+        return ", or ".join(filter(None, fixes))
+    # the longest rows that fit, else those that are tight, which make another curve
+    tight, length = "", request.batch.sequence_length // 2
+    while length >= SHORTEST:
+        batch = request.batch.model_copy(update={"sequence_length": length})
+        choice = smallest(replace(request, batch=batch), machines, shipped, as_written=False)
+        if choice:
+            would = f"batch.sequence_length={length} would {WOULD[choice.verdict]}"
+            told = f"{would} with {choice.name}, and change what is trained"
+            if choice.verdict == "fits":
+                return told
+            tight = tight or told
+        length //= 2
+    return tight or f"not even on {MOST_GPUS} GPUs or with shorter rows; train a smaller model or an adapter"
 
 
 def rejected(choices: Sequence[Choice], request: PlanRequest, whole: Cluster, as_written: bool) -> list[str]:
@@ -155,19 +169,3 @@ def _setting(
                     return f"{words} would fit"
                 tight = tight or f"{words} would be tight"
     return tight
-
-
-def _shorter(request: PlanRequest, machines: Cluster, templates: Sequence[Template]) -> str:
-    """Name the longest rows that fit, else those that are tight, which make another curve."""
-    tight, length = "", request.batch.sequence_length // 2
-    while length >= SHORTEST:
-        batch = request.batch.model_copy(update={"sequence_length": length})
-        choice = smallest(replace(request, batch=batch), machines, templates, as_written=False)
-        if choice:
-            would = f"batch.sequence_length={length} would {WOULD[choice.verdict]}"
-            told = f"{would} with {choice.name}, and change what is trained"
-            if choice.verdict == "fits":
-                return told
-            tight = tight or told
-        length //= 2
-    return tight or f"not even on {MOST_GPUS} GPUs or with shorter rows; train a smaller model or an adapter"

@@ -104,11 +104,19 @@ def padded(size: int, multiple: int = MULTIPLE) -> int:
 
 def complaints(job: Job) -> list[str]:
     """Say which dimensions do not divide, with the nearest ones that do, and which products fill the GPU badly."""
-    return [*_heads(job), *_widths(job), *([] if _has_no_tiles(job) else _fill(job))]
+    told = [*_indivisible(job)]
+    for product in [] if _has_no_tiles(job) else products(job):
+        if product.waves > 1 and product.wave_efficiency < GOOD:
+            waves = f"{product.tiles} tiles on {product.sms} SMs need {product.waves} waves"
+            told.append(f"{product.name}: {waves}, {product.wave_efficiency:.0%} full")
+        if product.tile_efficiency < GOOD:
+            told.append(f"{product.name}: tiles of {TILE_ROWS} x {TILE_COLUMNS} are {product.tile_efficiency:.0%} full")
+    return told
 
 
-def _heads(job: Job) -> Iterator[str]:
+def _indivisible(job: Job) -> Iterator[str]:
     shape, split = job.shape, job.dims.tp
+    multiple, common, rows = MULTIPLE * split, math.lcm(MULTIPLE, split), int(job.tokens)
     head, remainder = divmod(shape.attention_width, shape.heads)
     if remainder:
         yield f"hidden size {shape.hidden} is not divisible by {shape.heads} heads"
@@ -120,11 +128,6 @@ def _heads(job: Job) -> Iterator[str]:
     for name, count in (("heads", shape.heads), ("key and value heads", shape.kv_heads)):
         if count % split:
             yield f"{count} {name} are not divisible by tp {split}"
-
-
-def _widths(job: Job) -> Iterator[str]:
-    shape, multiple, rows = job.shape, MULTIPLE * job.dims.tp, int(job.tokens)
-    common = math.lcm(MULTIPLE, job.dims.tp)
     if shape.hidden % MULTIPLE:
         yield f"hidden size {shape.hidden} is not a multiple of {MULTIPLE}: {near_width(shape.hidden)} is the nearest"
     if shape.vocab % common:
@@ -135,15 +138,6 @@ def _widths(job: Job) -> Iterator[str]:
         yield f"MLP width {shape.ffn} is not a multiple of {multiple}: {nearest} is the nearest{usual}"
     if rows % MULTIPLE:
         yield f"{rows} tokens of a micro-batch (b x s) are not a multiple of {MULTIPLE}: {padded(rows)} would be"
-
-
-def _fill(job: Job) -> Iterator[str]:
-    for product in products(job):
-        if product.waves > 1 and product.wave_efficiency < GOOD:
-            waves = f"{product.tiles} tiles on {product.sms} SMs need {product.waves} waves"
-            yield f"{product.name}: {waves}, {product.wave_efficiency:.0%} full"
-        if product.tile_efficiency < GOOD:
-            yield f"{product.name}: tiles of {TILE_ROWS} x {TILE_COLUMNS} are {product.tile_efficiency:.0%} full"
 
 
 def table(job: Job) -> list[list[str]]:

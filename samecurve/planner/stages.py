@@ -125,6 +125,9 @@ def shard_sizes(job: Job) -> tuple[float, float]:
 def divide(shape: ModelShape, stages: int, partition: str) -> list[int]:
     """Return the decoder layers of each stage; embeddings, layers, last norm and head are divided in this order.
 
+    By parameters or types, the largest and the smallest sum of a stage differ least, as under DeepSpeed. Of equal
+    divisions, it is that of DeepSpeed 0.19's `partition_balanced`: in each step of its dynamic program, the last.
+
     Args:
         partition: `pipeline.partition` of a DeepSpeed JSON: parameters, uniform, or type: and a regular expression.
     """
@@ -145,23 +148,13 @@ def divide(shape: ModelShape, stages: int, partition: str) -> list[int]:
     if partition == "uniform":  # the first stages have one more
         size, rest = divmod(len(names), stages)
         ends = [part * size + min(part, rest) for part in range(stages + 1)]
+    elif len(weights) <= stages:
+        ends = [min(part, len(weights)) for part in range(stages + 1)]
     else:
-        ends = _balanced(weights, stages)
+        ends = [len(weights)]
+        for parts in range(stages, 0, -1):
+            ends.insert(0, _table(weights, parts)[ends[0]][2])
     return [names[start:end].count("Decoder") for start, end in pairwise(ends)]
-
-
-def _balanced(weights: tuple[int, ...], parts: int) -> list[int]:
-    """Find where parts start and end so that the largest and the smallest sum differ least, as DeepSpeed does.
-
-    Of equal divisions, that of DeepSpeed 0.19's `partition_balanced`: in each step of its dynamic program, the last.
-    """
-    if len(weights) <= parts:
-        return [min(part, len(weights)) for part in range(parts + 1)]
-    tables = [_table(weights, part) for part in range(1, parts + 1)]
-    ends = [len(weights)]
-    for table in reversed(tables):
-        ends.append(table[ends[-1]][2])
-    return ends[::-1]
 
 
 @lru_cache(maxsize=1024)

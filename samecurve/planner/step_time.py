@@ -202,10 +202,9 @@ def expert_seconds(job: Job, constants: Profile) -> float:
 
 def send_seconds(job: Job, constants: Profile) -> float:
     """Seconds of one message between neighbouring stages: s b h."""
-    dims = job.dims
     over = axis_link(job, "pp", constants, 2)
     width = 4 if job.strategy.schedule in SCHEDULES else job.element_bytes  # PyTorch's stages exchange fp32
-    sent = width * job.tokens * job.shape.hidden / (dims.tp if job.strategy.tp_sequence_parallel else 1)
+    sent = width * job.tokens * job.shape.hidden / job.sequence_split
     return sent / (over.bus_gb_per_s * 1e9) + SEND_SECONDS
 
 

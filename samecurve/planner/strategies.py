@@ -14,7 +14,6 @@ from samecurve.errors import ConfigurationError
 from samecurve.planner.cluster import Cluster
 from samecurve.planner.inputs import ADAM, PlanRequest
 from samecurve.planner.job import Job, Sharding, StateBytes
-from samecurve.planner.model_shape import ModelShape
 from samecurve.planner.stages import divide
 from samecurve.specs.environment import ROOT
 from samecurve.specs.model_families import PIPELINED, allow, families, may_be_tried
@@ -156,7 +155,17 @@ def describe(
     for axis, text in _model_problems(request, strategy):
         file, key = template.places[axis]
         problems.append(ConfigProblem(getattr(files, file).place(key), ".".join(key), text))
-    return strategy, problems + _stages_problem(request.shape, files.deepspeed, strategy)
+    # how DeepSpeed's pipeline would divide the layers, which a run finds out when it builds its stage
+    if strategy.schedule == "deepspeed":
+        partition = strategy.pipeline_partition
+        layers = divide(request.shape, strategy.dims.pp, partition)
+        if min(layers) == 0:
+            empty = f"stage {layers.index(0)} of {len(layers)} without a decoder layer ({layers})"
+            fix = 'use "uniform" or "type:decoder", or fewer pipeline.stages'
+            text = f"found {partition!r}, which leaves {empty}; {fix}"
+            place = files.deepspeed.place(("pipeline", "partition"))
+            problems.append(ConfigProblem(place, "pipeline.partition", text))
+    return strategy, problems
 
 
 def _model_problems(request: PlanRequest, strategy: Strategy) -> list[tuple[str, str]]:
@@ -182,19 +191,6 @@ def _model_problems(request: PlanRequest, strategy: Strategy) -> list[tuple[str,
             except ConfigurationError as error:
                 problems.append((axis, str(error)))
     return problems
-
-
-def _stages_problem(shape: ModelShape, document: Document, strategy: Strategy) -> list[ConfigProblem]:
-    """Judge how DeepSpeed's pipeline would divide the layers, which a run finds out when it builds its stage."""
-    partition = strategy.pipeline_partition
-    layers = divide(shape, strategy.dims.pp, partition) if strategy.schedule == "deepspeed" else [1]
-    if min(layers) > 0:
-        return []
-    why = (
-        f"found {partition!r}, which leaves stage {layers.index(0)} of {len(layers)} without a decoder layer ({layers})"
-    )
-    fix = 'use "uniform" or "type:decoder", or fewer pipeline.stages'
-    return [ConfigProblem(document.place(("pipeline", "partition")), "pipeline.partition", f"{why}; {fix}")]
 
 
 def job(request: PlanRequest, strategy: Strategy, machines: Cluster) -> Job:

@@ -59,7 +59,12 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
     if job.updates_on_host:
         gradients = accumulators = 0.0  # they follow the optimizer as soon as they are reduced
     master = held(sizes.master, 1)
-    persist, arrive = _gradients(job, stage, gradients, activations)
+    # gradients of the first micro-batches come as activations go, unless DeepSpeed or DDP keep their memory
+    is_first = in_flight(job, stage)[0] >= job.grad_accum
+    if job.flow and is_first and (is_scheduled(job) or job.stack == "fsdp2"):
+        persist, arrive = 0, max(0.0, gradients - activations)
+    else:
+        persist, arrive = gradients if job.grad_accum > 1 or zero or sizes.master else 0, gradients
     reduced = gradients and held(sizes.gradients, 2)
     upcast = master * min(1, 4 / max(sizes.master, 1)) if job.stack == "deepspeed" and zero else 0
     trained, scales = job.trained * sum(parameters), job.frozen.scale_bytes / job.dims.pp if job.frozen else 0
@@ -85,18 +90,6 @@ def states(job: Job, stage: Stage, activations: float) -> list[Line]:
     ]
 
 
-def _gradients(job: Job, stage: Stage, gradients: float, activations: float) -> tuple[float, float]:
-    """Return the bytes of gradients that are there after the forward and in the backward pass, of `gradients` in all.
-
-    Those of the first micro-batches come as activations go, unless DeepSpeed or DDP keep their memory.
-    """
-    is_first = in_flight(job, stage)[0] >= job.grad_accum
-    if job.flow and is_first and (is_scheduled(job) or job.stack == "fsdp2"):
-        return 0, max(0.0, gradients - activations)
-    stay = job.grad_accum > 1 or job.zero or job.states.master
-    return gradients if stay else 0, gradients
-
-
 def activations(job: Job, stage: Stage) -> list[Line]:
     """Return the lines of what the forward pass keeps, the layers' first, without the loss."""
     tokens, hidden = job.tokens, job.shape.hidden
@@ -118,6 +111,10 @@ def activations(job: Job, stage: Stage) -> list[Line]:
         sent = outputs(job, stage) * count
         output = Line("stage output", sent, sent, 0, "4 s b h per micro-batch", pipelining)
         held, arrived, gradients = kept_until_next_step(job, stage)
+    last_norm = casts = casts_left = 0.0
+    if job.flow:  # what transformers' models hold beside the layers' activations under this project's engines
+        last_norm = LAST_NORM * tokens * hidden if stage.head else 0
+        casts, casts_left = cast_weights(job, stage, count)
     formula = "kept bytes per layer x layers x micro-batches"
     return [
         Line("activations", activations, activations, 0, formula, "activations.py"),
@@ -127,7 +124,8 @@ def activations(job: Job, stage: Stage) -> list[Line]:
         Line("gradients of scores", 0, scores, 0, "of one layer, 6 B per query and key, 4 in fp32", "transformers"),
         Line("attention mask", mask, mask, 0, "1 B per query and key, before SDPA converts it", "transformers"),
         output,
-        *_own_lines(job, stage, count),
+        Line("16-bit weights", casts, casts_left, 0, "2 B per parameter, until the backward pass", "bf16_copies.py"),
+        Line("last norm", 0, last_norm, 0, f"{LAST_NORM} s b h with gradients of the layers' inputs", "activations.py"),
         Line("received", held, held, held, "4 s b h per neighbour and micro-batch", pipelining),
         Line("gradients of inputs", 0, arrived, gradients, "4 s b h per micro-batch after I", pipelining),
     ]
@@ -170,22 +168,6 @@ def loss_lines(job: Job, constants: Profile) -> list[Line]:
     return [
         Line("logits of a chunk", chunk, 0, 0, "four fp32 tensors, or later the head's scaled gradient", source),
         Line("gradient of the head", 4 * whole * count, 4 * whole * (count - 1), 0, formula, source),
-    ]
-
-
-def _own_lines(job: Job, stage: Stage, count: float) -> list[Line]:
-    """Return what transformers' models hold beside the layers' activations under this project's engines.
-
-    Args:
-        count: micro-batches whose activations are kept.
-    """
-    if not job.flow:
-        return []
-    last = LAST_NORM * job.tokens * job.shape.hidden if stage.head else 0
-    forward, backward = cast_weights(job, stage, count)
-    return [
-        Line("16-bit weights", forward, backward, 0, "2 B per parameter, until the backward pass", "bf16_copies.py"),
-        Line("last norm", 0, last, 0, f"{LAST_NORM} s b h with gradients of the layers' inputs", "activations.py"),
     ]
 
 

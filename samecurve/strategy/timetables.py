@@ -66,16 +66,15 @@ class _Order:
 
     def add(self, *parts: tuple[str, int]) -> None:
         """Append an entry of (kind, stage) parts."""
-        self.entries.append(tuple(Pass(stage, kind, self._next(kind, stage)) for kind, stage in parts))
-
-    def _next(self, kind: str, stage: int) -> int:
-        # B and I have one count: a micro-batch goes back through a stage by one of them.
-        key = stage, kind == "F"
-        self._passed[key] += 1
-        number = self._passed[key] - 1
-        if kind == "I":
-            self._cut.append((stage, number))
-        return number
+        entry = []
+        for kind, stage in parts:
+            # B and I have one count: a micro-batch goes back through a stage by one of them.
+            number = self._passed[stage, kind == "F"]
+            self._passed[stage, kind == "F"] += 1
+            if kind == "I":
+                self._cut.append((stage, number))
+            entry.append(Pass(stage, kind, number))
+        self.entries.append(tuple(entry))
 
     def repeat(self, times: int, *parts: tuple[str, int]) -> None:
         """Append each part as an entry of its own, one after the other, again and again."""

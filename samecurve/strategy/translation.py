@@ -188,7 +188,9 @@ class _Reading:
                 if value not in (None, "auto", [], {}) and why != _HAPPENS_ANYWAY:
                     self.no_effect[".".join(here)] = why
         if path and isinstance(block, dict) and not block and path[0] in ("optimizer", "scheduler"):
-            self._remove(document, path)
+            parent = document.get(*path[:-1])
+            if isinstance(parent, dict):
+                parent.pop(path[-1], None)
 
     def _owned(self, document: Document, path: KeyPath, rule: RecipeOwned) -> None:
         block = document.get(*path[:-1])
@@ -279,11 +281,6 @@ class _Reading:
         self.accelerate.content["distributed_type"] = "MULTI_GPU"
         self.accelerate.content.pop("deepspeed_config", None)
         self.deepspeed = Document("")
-
-    def _remove(self, document: Document, path: KeyPath) -> None:
-        block = document.get(*path[:-1])
-        if isinstance(block, dict):
-            block.pop(path[-1], None)
 
 
 def _agreed(statements: list[Statement]) -> Iterator[Statement]:

@@ -198,3 +198,10 @@ def test_the_command_names_the_level(capsys):
     assert main([*command, "memory.activation_checkpointing=full", "batch.sequence_length=32768"]) == 0
     shown = capsys.readouterr().out.partition("communication / computation")[2]
     assert "n=8 over the node" in shown and "n=2 over the node" in shown and "network" not in shown
+
+
+def test_a_small_model_under_zero3_is_gathered_once_per_micro_batch(tmp_path):
+    job = planned(tmp_path, Path("configs/zero3.yaml"), 8)
+    small = replace(job.shape, layers=2, hidden=512, heads=8, kv_heads=8, ffn=1024, vocab=1024)
+    listed = rows(replace(job, shape=small))
+    assert "data parallel, gather of weights" in listed and "data parallel, gather of weights, again" not in listed
