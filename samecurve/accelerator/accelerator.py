@@ -94,7 +94,14 @@ class Accelerator(PreparedData, Trackers, States):
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
         if self._is_script:
             self._control = ControlGroup()  # on all processes now: `save_state` may be called by one alone
-            self._refuse_what_is_not_exact()
+            if self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
+                raise ConfigurationError("FSDP: set fsdp_version: 2 (FullyShardedDataParallelPlugin(fsdp_version=2))")
+            if self.mixed_precision == "fp16" and self.device.type == "cpu":
+                raise ConfigurationError("mixed_precision: fp16 needs a GPU, Accelerate would train fp32; use bf16")
+            if self.is_fsdp2 and fsdp.plugin_of(self).ignored_modules is not None:
+                raise ConfigurationError(
+                    "fsdp_ignored_modules: nothing would reduce their gradients; freeze them instead"
+                )
             if self.is_fsdp2 and own_policy is None:
                 dtype = compute_dtype("fp32" if self.mixed_precision == "no" else self.mixed_precision)
                 policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
@@ -102,14 +109,6 @@ class Accelerator(PreparedData, Trackers, States):
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
         self._is_reduced = False  # a gradient of DeepSpeed's that waits for its step
         self._accumulates = False  # by `accumulate`, not by a count of the script's own
-
-    def _refuse_what_is_not_exact(self) -> None:
-        if self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
-            raise ConfigurationError("FSDP: set fsdp_version: 2 (FullyShardedDataParallelPlugin(fsdp_version=2))")
-        if self.mixed_precision == "fp16" and self.device.type == "cpu":
-            raise ConfigurationError("mixed_precision: fp16 needs a GPU, Accelerate would train fp32; use bf16")
-        if self.is_fsdp2 and fsdp.plugin_of(self).ignored_modules is not None:
-            raise ConfigurationError("fsdp_ignored_modules: nothing would reduce their gradients; freeze them instead")
 
     def _script_dims(self) -> ParallelDims:
         if self.parallelism_config is not None:
