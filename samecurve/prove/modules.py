@@ -75,7 +75,13 @@ class Modules:
         if name is None:
             return call(module, *args, **kwargs)
         if name not in self._places or not name:  # a wrapper of the model has its name, and is called first
-            self._places[name] = _line_of_class(type(module))
+            kind = type(module)
+            try:
+                path, line = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1]
+                path = path.rpartition("site-packages" + os.sep)[2].removeprefix(_folder())
+                self._places[name] = f"{kind.__name__}, {path}:{line}"
+            except (OSError, TypeError):
+                self._places[name] = kind.__name__  # made while the script ran
         for weight_name, weight in module.named_parameters(name, recurse=False):
             if weight.requires_grad and id(weight) not in self._weights and not isinstance(weight, DTensor):
                 self._weights[id(weight)] = weight
@@ -162,15 +168,6 @@ def script_line() -> str:
             return f"{path.removeprefix(folder)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def _line_of_class(kind: type) -> str:
-    """Return "class, file:line" of a module's class."""
-    try:
-        path, line = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1]
-    except (OSError, TypeError):
-        return kind.__name__  # made while the script ran
-    return f"{kind.__name__}, {path.rpartition('site-packages' + os.sep)[2].removeprefix(_folder())}:{line}"
 
 
 def _folder() -> str:

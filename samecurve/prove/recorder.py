@@ -99,14 +99,16 @@ class Recorder:
     def _call(self, call: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_outermost = not self._depth and torch.is_grad_enabled()
         if is_outermost and any(weight.requires_grad for weight in module.parameters()):
-            if self._trained is None or _is_part(self._trained, module):
+            if self._trained is None or any(part is self._trained for part in module.modules()):
                 self._trained = module
             if module is self._trained:
                 rows = rows_of(args, kwargs)
                 self._rows += rows
                 if self.step + 1 == self.detailed:
                     self._engine = module if hasattr(module, "zero_optimization_stage") else self._engine
-                    self._modules.begin(rows, kwargs.get("attention_mask"), self._named_modules(), self._whole_weights)
+                    # a wrapper has the name of what it wraps
+                    names = {id(part): _unwrapped(f"{name}.")[:-1] for name, part in module.named_modules()}
+                    self._modules.begin(rows, kwargs.get("attention_mask"), names, self._whole_weights)
                 if isinstance(labels := kwargs.get("labels"), Tensor):
                     counted = labels if labels.ndim == 1 else labels[..., 1:]  # a causal model shifts them
                     self._labels.append([int((part != IGNORE_INDEX).sum()) for part in (labels, counted)])
@@ -181,11 +183,6 @@ class Recorder:
         if self._trained is not None:
             for name, weight in self._trained.named_parameters():
                 yield _unwrapped(name), weight
-
-    def _named_modules(self) -> dict[int, str]:
-        """Name modules by id; a wrapper has the name of what it wraps."""
-        assert self._trained is not None
-        return {id(module): _unwrapped(f"{name}.")[:-1] for name, module in self._trained.named_modules()}
 
     def _whole_weights(self) -> dict[str, Tensor]:
         if self._engine is not None:
@@ -387,10 +384,6 @@ def _unwrapped(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _is_part(part: nn.Module, whole: nn.Module) -> bool:
-    return any(module is part for module in whole.modules())
 
 
 def _whole(value: Any) -> Tensor:
