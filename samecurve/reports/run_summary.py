@@ -65,7 +65,15 @@ def results(run: Run) -> dict[str, str]:
     rows = {"state": run.status.get("state", NOT_KNOWN), "steps": steps, "sessions": f"{len(run.known)}"}
     if history.num_damaged:
         rows["damaged lines of metrics.jsonl"] = f"{history.num_damaged}, left out"
-    rows |= dict(_learned(history))
+    if "loss" in history.ends:
+        rows["loss, first to last step"] = "{:.4f} to {:.4f}".format(*history.ends["loss"])
+    if lowest := history.lowest("eval_loss"):
+        rows["held-out loss, first to last"] = "{:.4f} to {:.4f}".format(*history.ends["eval_loss"])
+        rows["held-out loss, lowest"] = f"{lowest[0]:.4f} (step {lowest[1]:,})"
+    for name, value in history.evaluations.last.items():
+        if name.startswith("eval_") and name != "eval_loss":
+            label = f"held-out {spaced(name.removeprefix('eval_'))}, last"
+            rows[label] = NOT_KNOWN if value is None else number(value)
     if history.last:
         seconds, saved = (history.totals.get(name, 0) for name in ("step_seconds", "save_stall_seconds"))
         rows["tokens"] = number(history.totals.get("tokens", 0))
@@ -79,17 +87,6 @@ def results(run: Run) -> dict[str, str]:
             rows["recompilations"] = f"{number(history.last['recompilations'])} (torch.compile, rank 0)"
         rows["waiting for checkpoints"] = f"{saved:,.2f} s ({saved / max(seconds + saved, 1e-9):.1%})"
     return rows
-
-
-def _learned(history: History) -> Iterator[tuple[str, str]]:
-    if "loss" in history.ends:
-        yield "loss, first to last step", "{:.4f} to {:.4f}".format(*history.ends["loss"])
-    if lowest := history.lowest("eval_loss"):
-        yield "held-out loss, first to last", "{:.4f} to {:.4f}".format(*history.ends["eval_loss"])
-        yield "held-out loss, lowest", f"{lowest[0]:.4f} (step {lowest[1]:,})"
-    for name, value in history.evaluations.last.items():
-        if name.startswith("eval_") and name != "eval_loss":
-            yield f"held-out {spaced(name.removeprefix('eval_'))}, last", NOT_KNOWN if value is None else number(value)
 
 
 def _speed(history: History) -> Iterator[tuple[str, str]]:
