@@ -165,7 +165,16 @@ SLOW_LINK = 0.25  # of what the interface promises; one stream of gloo does not 
 
 def compare(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     """Yield the findings from a comparison of two or more hosts."""
-    yield from _versions(hosts)
+    different = [name for name in MUST_AGREE if len({facts.versions.get(name, "") for facts in hosts}) > 1]
+    if different:
+        rows = [[facts.host, *(facts.versions.get(name) or "-" for name in different)] for facts in hosts]
+        fix = "pip install -r requirements.txt -c constraints.txt on each"
+        if different == ["driver"]:
+            fix = "install one driver on all hosts"
+        problem = f"{', '.join(different)} differ between hosts"
+        yield failed("versions", aligned([["", *different], *rows]), problem, fix, ConfigurationError)
+    else:
+        yield Finding("versions", f"the same on {len(hosts)} hosts: {', '.join(MUST_AGREE)}")
     have = {facts.host: f"{len(facts.gpus)} x {', '.join(sorted({gpu.name for gpu in facts.gpus}))}" for facts in hosts}
     if any(facts.gpus for facts in hosts) and len(set(have.values())) > 1:
         seen = "; ".join(f"{host}: {gpus}" for host, gpus in have.items())
@@ -180,18 +189,6 @@ def compare(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         if len(set(values.values())) > 1:
             seen = f"{name}: " + ", ".join(f"{host} {value}" for host, value in values.items())
             yield Finding("environment", seen, "it differs between hosts", "export the same value on each")
-
-
-def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    different = [name for name in MUST_AGREE if len({facts.versions.get(name, "") for facts in hosts}) > 1]
-    if not different:
-        yield Finding("versions", f"the same on {len(hosts)} hosts: {', '.join(MUST_AGREE)}")
-        return
-    rows = [[facts.host, *(facts.versions.get(name) or "-" for name in different)] for facts in hosts]
-    table = aligned([["", *different], *rows])
-    drivers = different == ["driver"]
-    fix = "install one driver on all hosts" if drivers else "pip install -r requirements.txt -c constraints.txt on each"
-    yield failed("versions", table, f"{', '.join(different)} differ between hosts", fix, ConfigurationError)
 
 
 def clocks(offsets: Mapping[str, float]) -> Finding:

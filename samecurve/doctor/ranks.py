@@ -88,7 +88,14 @@ def _compare(world: World, facts: HostFacts, own: list[Finding], output_dir: str
     ]
     if len(hosts) > 1:
         results += host_checks.compare(list(hosts.values()))
-        results.append(_clocks(world, hosts))
+        # all ranks wait for one key, and report their time when it appears
+        world.barrier("before the clock")  # else the key could be there before the slowest waits for it
+        world.from_first("now", None)
+        times = world.all_gather("clock", time.time())
+        # a host that died meanwhile says nothing here; the process group will name it
+        first = times.get(0, times[world.rank])
+        ahead = {facts.host: times[rank] - first for rank, facts in hosts.items() if rank in times}
+        results.append(host_checks.clocks(ahead))
     if output_dir:
         results.append(_shared_folder(world, hosts, Path(output_dir)))
     results += _links(world, hosts)
@@ -173,16 +180,6 @@ def _hosts(members: Mapping[int, Any]) -> dict[int, HostFacts]:
         rank: replace(facts, host=f"{facts.host} (rank {rank})") if names[facts.host] > 1 else facts
         for rank, facts in first.values()
     }
-
-
-def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
-    """Compare the hosts' clocks: all ranks wait for one key, and report their time when it appears."""
-    world.barrier("before the clock")  # else the key could be there before the slowest waits for it
-    world.from_first("now", None)
-    times = world.all_gather("clock", time.time())
-    # a host that died meanwhile says nothing here; the process group will name it
-    first = times.get(0, times[world.rank])
-    return host_checks.clocks({facts.host: times[rank] - first for rank, facts in hosts.items() if rank in times})
 
 
 def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Path) -> Finding:
