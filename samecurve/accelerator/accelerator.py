@@ -373,7 +373,15 @@ def _unequal_layers(model: nn.Module) -> str:
         for name, part in layers.items()
         if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm | cpu_bridge.SyncBatchNorm)
     ]
-    drops = [name for name, part in layers.items() if _is_random(part)]
+    drops = []
+    for name, part in layers.items():
+        if isinstance(part, _DropoutNd):
+            is_random = part.p > 0
+        elif isinstance(part, nn.RReLU):
+            is_random = part.lower < part.upper
+        else:  # torch's LSTM and MultiheadAttention, DropPath, and layers of transformers that call functional.dropout
+            is_random = any("drop" in key and isinstance(rate, float) and rate > 0 for key, rate in vars(part).items())
+        drops += [name] if is_random else []
     lines = []
     if norms:
         lines.append(
@@ -386,13 +394,3 @@ def _unequal_layers(model: nn.Module) -> str:
             "makes curves equal"
         )
     return "the curve will depend on the number of processes: " + "; ".join(lines) if lines else ""
-
-
-def _is_random(layer: nn.Module) -> bool:
-    """Say whether a layer draws numbers when it is trained: by its class, or an attribute such as attention_dropout."""
-    if isinstance(layer, _DropoutNd):
-        return layer.p > 0
-    if isinstance(layer, nn.RReLU):
-        return layer.lower < layer.upper
-    # torch's LSTM and MultiheadAttention, DropPath, and layers of transformers that call functional.dropout
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(layer).items())

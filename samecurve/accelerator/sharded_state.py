@@ -369,22 +369,14 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Iterabl
     state = optimizer.state.get(parameter) or {}  # [...] would store an empty one in this defaultdict
     if all(name in state for name in names):
         return state
-    made = {**state, **_empty(optimizer, parameter, names)}
+    own = getattr(optimizer, "empty_state", None)  # of samecurve.optim's classes
+    empty = own(parameter) if own is not None else {name: torch.zeros_like(parameter) for name in names}
+    if own is None and "exp_avg_sq" in empty:  # only Adam's bias correction counts steps
+        # the fused kernel needs the counter on the weight's device, the others on the CPU
+        device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+        is_int = type(optimizer).__name__ == "DeepSpeedCPUAdam"
+        empty = {"step": 0 if is_int else torch.tensor(0.0, dtype=torch.float32, device=device), **empty}
+    made = {**state, **empty}
     if create:
         optimizer.state[parameter] = made
     return made
-
-
-def _empty(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Iterable[str]) -> dict:
-    """Create the states `names` of a parameter before its first update, with a step counter where needed."""
-    own = getattr(optimizer, "empty_state", None)  # of samecurve.optim's classes
-    if own is not None:
-        return own(parameter)
-    state = {name: torch.zeros_like(parameter) for name in names}
-    if "exp_avg_sq" not in state:  # only Adam's bias correction counts steps
-        return state
-    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # its step counter is an int
-        return {"step": 0, **state}
-    # the fused kernel needs the counter on the weight's device, the others on the CPU
-    device = parameter.device if optimizer.defaults.get("fused") else "cpu"
-    return {"step": torch.tensor(0.0, dtype=torch.float32, device=device), **state}

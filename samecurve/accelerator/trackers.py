@@ -82,8 +82,12 @@ class Trackers(accelerate.Accelerator):
         """
         if not self.is_main_process:
             return
+
+        def refuse() -> None:
+            raise ConfigurationError("its package is not installed")
+
         for name in sorted(self._missing):
-            self._attempt(name, _refuse_missing)
+            self._attempt(name, refuse)
         own: list[Any] = [tracker for tracker in self.log_with if isinstance(tracker, GeneralTracker)]
         for tracker in own:
             self._attempt(tracker.name, partial(self._start, tracker, config))
@@ -220,7 +224,3 @@ def _options(name: str, run_id: str | None, first_step: int | None) -> dict[str,
         options = {"WANDB_RUN_ID": ("id", run_id), "WANDB_RESUME": ("resume", "allow")}
         return dict(option for variable, option in options.items() if not os.environ.get(variable))
     return {}
-
-
-def _refuse_missing() -> None:
-    raise ConfigurationError("its package is not installed")
