@@ -87,8 +87,8 @@ class Modules:
                 self._weights[id(weight)] = weight
                 weight.register_hook(partial(self._add_gradient, weight_name))
         # a view has the gradient through this module alone
-        args = tuple(self._watched(name, "input", value) for value in args)
-        kwargs = {key: self._watched(name, "input", value) for key, value in kwargs.items()}
+        args = tuple(self._watched(name, value) for value in args)
+        kwargs = {key: self._watched(name, value) for key, value in kwargs.items()}
         output = call(module, *args, **kwargs)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
@@ -97,13 +97,13 @@ class Modules:
                     leaf.register_hook(partial(self._add_backward, name, "output", self._rows, self._mask))
         return output
 
-    def _watched(self, name: str, side: str, value: Any) -> Any:
+    def _watched(self, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        self._record(self._forward, name, side, self._split(value))
+        self._record(self._forward, name, "input", self._split(value))
         if value.requires_grad:
             value = value.view_as(value)
-            value.register_hook(partial(self._add_backward, name, side, self._rows, self._mask))
+            value.register_hook(partial(self._add_backward, name, "input", self._rows, self._mask))
         return value
 
     def _add_backward(self, name: str, side: str, rows: list[str], mask: Tensor | None, gradient: Tensor) -> None:

@@ -205,11 +205,18 @@ class Recorder:
     def _write(self, rates: list[float]) -> None:
         if self._trained is None:
             return  # another optimizer's, before the model has seen a row
+        if self._engine is not None:
+            strategy = f"zero{self._engine.zero_optimization_stage()}"
+        elif any(isinstance(weight, DTensor) for weight in self._trained.parameters()):
+            strategy = "fsdp"
+        else:
+            is_ddp = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in self._trained.modules())
+            strategy = "ddp" if is_ddp else "single"
         self.step += 1
         weights, is_last = self._whole_weights(), not self.steps or self.step == self.steps
         record = {
             "step": self.step,
-            "strategy": self._strategy(),
+            "strategy": strategy,
             "rows": self._rows,
             "indices": self.reading.take(len(self._losses)),
             "losses": self._losses,
@@ -243,15 +250,6 @@ class Recorder:
                 with gather([weight]):
                     sketches[name] = sketch(name, _whole(weight))
         return sketches
-
-    def _strategy(self) -> str:
-        if self._engine is not None:
-            return f"zero{self._engine.zero_optimization_stage()}"
-        assert self._trained is not None
-        if any(isinstance(weight, DTensor) for weight in self._trained.parameters()):
-            return "fsdp"
-        is_ddp = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in self._trained.modules())
-        return "ddp" if is_ddp else "single"
 
 
 def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
