@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.doctor.findings import Finding, failed
-from samecurve.doctor.host import Folder, HostFacts
+from samecurve.doctor.host import HostFacts
 from samecurve.errors import ConfigurationError, StorageError, TopologyError
 from samecurve.specs.environment import INSTALL
 from samecurve.storage.cache import cache_folder
@@ -56,7 +56,17 @@ def check_host(
     yield from _limits(facts)
     yield from _own_name(facts)
     for folder in facts.folders:
-        yield _folder(facts.host, folder, needed_bytes.get(folder.purpose, 0))
+        needed, kind = needed_bytes.get(folder.purpose, 0), f", {folder.kind}" if folder.kind else ""
+        seen = f"{folder.purpose} {folder.path}: {folder.free_bytes / 1e9:.1f} GB free{kind}"
+        seen += f"; the run needs about {needed / 1e9:.2f} GB" if needed else ""
+        if not folder.writable:
+            fix = f"chown it to this user, or set {folder.purpose} to another folder"
+            yield failed("storage", seen, "this user cannot write there", fix, StorageError, facts.host)
+        elif needed > folder.free_bytes:
+            fix = f"free some space, or set {folder.purpose} to a folder on a larger disk"
+            yield failed("storage", seen, "too little free space", fix, StorageError, facts.host)
+        else:
+            yield Finding("storage", seen, host=facts.host)
 
 
 def _gpus(facts: HostFacts) -> Iterator[Finding]:
@@ -139,19 +149,6 @@ def _own_name(facts: HostFacts) -> Iterator[Finding]:
         )
     else:
         yield Finding("network", seen, host=facts.host)
-
-
-def _folder(host: str, folder: Folder, needed: int) -> Finding:
-    kind = f", {folder.kind}" if folder.kind else ""
-    seen = f"{folder.purpose} {folder.path}: {folder.free_bytes / 1e9:.1f} GB free{kind}"
-    seen += f"; the run needs about {needed / 1e9:.2f} GB" if needed else ""
-    if not folder.writable:
-        fix = f"chown it to this user, or set {folder.purpose} to another folder"
-        return failed("storage", seen, "this user cannot write there", fix, StorageError, host)
-    if needed > folder.free_bytes:
-        fix = f"free some space, or set {folder.purpose} to a folder on a larger disk"
-        return failed("storage", seen, "too little free space", fix, StorageError, host)
-    return Finding("storage", seen, host=host)
 
 
 # Another version may compute or send something else: the run would stop in a collective, or lose the same curve.
