@@ -12,6 +12,7 @@ import importlib
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -39,6 +40,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resume_from_checkpoint", help="folder step_N")
     parser.add_argument("--output_dir", default="runs/complete")
     return parser.parse_args()
+
+
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, held_out: DataLoader) -> float:
+    """Return the mean loss over the labelled tokens of all rows."""
+    model.eval()
+    losses = []
+    for batch in held_out:
+        with torch.no_grad():
+            logits = model(**batch).logits
+        loss = cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+        losses.append(accelerator.gather_for_metrics((loss, batch["labels"] != -100)))
+    total, labels = (torch.cat(parts).sum() for parts in zip(*losses, strict=True))
+    return (total / labels).item()
 
 
 def main() -> None:
@@ -95,15 +109,7 @@ def main() -> None:
             if args.checkpointing_steps and batches % args.checkpointing_steps == 0:
                 accelerator.save_state(f"{args.output_dir}/step_{batches}")
 
-        model.eval()
-        losses = []
-        for batch in held_out:
-            with torch.no_grad():
-                logits = model(**batch).logits
-            loss = cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
-            losses.append(accelerator.gather_for_metrics((loss, batch["labels"] != -100)))
-        total, labels = (torch.cat(parts).sum() for parts in zip(*losses, strict=True))
-        accelerator.log({"eval_loss": (total / labels).item()}, step=updates)
+        accelerator.log({"eval_loss": evaluate(accelerator, model, held_out)}, step=updates)
     accelerator.end_training()
 
 

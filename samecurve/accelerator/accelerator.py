@@ -94,7 +94,14 @@ class Accelerator(PreparedData, Trackers, States):
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
         if self._is_script:
             self._control = ControlGroup()  # on all processes now: `save_state` may be called by one alone
-            self._refuse_what_is_not_exact()
+            if self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
+                raise ConfigurationError("FSDP: set fsdp_version: 2 (FullyShardedDataParallelPlugin(fsdp_version=2))")
+            if self.mixed_precision == "fp16" and self.device.type == "cpu":
+                raise ConfigurationError("mixed_precision: fp16 needs a GPU, Accelerate would train fp32; use bf16")
+            if self.is_fsdp2 and fsdp.plugin_of(self).ignored_modules is not None:
+                raise ConfigurationError(
+                    "fsdp_ignored_modules: nothing would reduce their gradients; freeze them instead"
+                )
             if self.is_fsdp2 and own_policy is None:
                 dtype = compute_dtype("fp32" if self.mixed_precision == "no" else self.mixed_precision)
                 policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
@@ -102,14 +109,6 @@ class Accelerator(PreparedData, Trackers, States):
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
         self._is_reduced = False  # a gradient of DeepSpeed's that waits for its step
         self._accumulates = False  # by `accumulate`, not by a count of the script's own
-
-    def _refuse_what_is_not_exact(self) -> None:
-        if self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
-            raise ConfigurationError("FSDP: set fsdp_version: 2 (FullyShardedDataParallelPlugin(fsdp_version=2))")
-        if self.mixed_precision == "fp16" and self.device.type == "cpu":
-            raise ConfigurationError("mixed_precision: fp16 needs a GPU, Accelerate would train fp32; use bf16")
-        if self.is_fsdp2 and fsdp.plugin_of(self).ignored_modules is not None:
-            raise ConfigurationError("fsdp_ignored_modules: nothing would reduce their gradients; freeze them instead")
 
     def _script_dims(self) -> ParallelDims:
         if self.parallelism_config is not None:
@@ -374,7 +373,15 @@ def _unequal_layers(model: nn.Module) -> str:
         for name, part in layers.items()
         if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm | cpu_bridge.SyncBatchNorm)
     ]
-    drops = [name for name, part in layers.items() if _is_random(part)]
+    drops = []
+    for name, part in layers.items():
+        if isinstance(part, _DropoutNd):
+            is_random = part.p > 0
+        elif isinstance(part, nn.RReLU):
+            is_random = part.lower < part.upper
+        else:  # torch's LSTM and MultiheadAttention, DropPath, and layers of transformers that call functional.dropout
+            is_random = any("drop" in key and isinstance(rate, float) and rate > 0 for key, rate in vars(part).items())
+        drops += [name] if is_random else []
     lines = []
     if norms:
         lines.append(
@@ -387,13 +394,3 @@ def _unequal_layers(model: nn.Module) -> str:
             "makes curves equal"
         )
     return "the curve will depend on the number of processes: " + "; ".join(lines) if lines else ""
-
-
-def _is_random(layer: nn.Module) -> bool:
-    """Say whether a layer draws numbers when it is trained: by its class, or an attribute such as attention_dropout."""
-    if isinstance(layer, _DropoutNd):
-        return layer.p > 0
-    if isinstance(layer, nn.RReLU):
-        return layer.lower < layer.upper
-    # torch's LSTM and MultiheadAttention, DropPath, and layers of transformers that call functional.dropout
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(layer).items())

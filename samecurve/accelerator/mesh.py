@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from samecurve.data.micro_batch import Counts, MicroBatch
 from samecurve.distributed.control_group import ControlGroup
@@ -148,7 +147,13 @@ def describe_live_mesh(weights: Sequence[Tensor], groups: Mapping[str, dist.Proc
             stages, parts of a sequence and DDP's replicas. None if there is no such group.
     """
     ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
-    shown = _groups_of(weights)
+    shown: dict[str, list[int]] = {}  # this rank's group of replicas, and those over which a weight is divided
+    for weight in (weight for weight in weights if isinstance(weight, DTensor)):
+        mesh = weight.device_mesh
+        for name, placement in zip(mesh.mesh_dim_names or (), weight.placements, strict=True):
+            is_used = name == "dp_replicate" or not placement.is_replicate()
+            if is_used and name not in shown and mesh[name].size() > 1:
+                shown[name] = dist.get_process_group_ranks(mesh.get_group(name))
     # FSDP2 shards over dp_shard x cp as a single dimension
     shown["dp_shard"] = shown.pop("fsdp", [])[:: len(ranks.get("cp", [0]))]
     sized = live_sizes({**shown, **ranks})
@@ -171,30 +176,16 @@ def live_placements(weights: Iterable[Tensor]) -> dict[str, int]:
 
     A weight that is no DTensor is whole, or DeepSpeed has divided it.
     """
-    return dict(Counter(map(_placement, weights)).most_common())
-
-
-def _groups_of(weights: Iterable[Tensor]) -> dict[str, list[int]]:
-    """Return the ranks of this rank's group by mesh dimension: replicas, and those over which a weight is divided."""
-    groups: dict[str, list[int]] = {}
+    counts: Counter[str] = Counter()
     for weight in weights:
-        if isinstance(weight, DTensor):
-            mesh = weight.device_mesh
-            for name, placement in zip(mesh.mesh_dim_names or (), weight.placements, strict=True):
-                is_used = name == "dp_replicate" or not placement.is_replicate()
-                if is_used and name not in groups and mesh[name].size() > 1:
-                    groups[name] = dist.get_process_group_ranks(mesh.get_group(name))
-    return groups
-
-
-def _placement(weight: Tensor) -> str:
-    if not isinstance(weight, DTensor):
-        return "whole"
-    names = weight.device_mesh.mesh_dim_names or ("",) * weight.device_mesh.ndim
-    return ", ".join(f"{name} {_named(placement)}" for name, placement in zip(names, weight.placements, strict=True))
-
-
-def _named(placement: Placement) -> str:
-    """Name a placement as in PyTorch's documentation: Shard(0) where its repr is Shard(dim=0)."""
-    axis = f"({placement.dim})" if hasattr(placement, "dim") else ""  # pyright: ignore[reportAttributeAccessIssue]
-    return type(placement).__name__.lstrip("_") + axis
+        if not isinstance(weight, DTensor):
+            counts["whole"] += 1
+            continue
+        names = weight.device_mesh.mesh_dim_names or ("",) * weight.device_mesh.ndim
+        placements: list[str] = []
+        for name, placement in zip(names, weight.placements, strict=True):
+            # as in PyTorch's documentation: Shard(0) where its repr is Shard(dim=0)
+            axis = f"({placement.dim})" if hasattr(placement, "dim") else ""  # pyright: ignore
+            placements.append(f"{name} {type(placement).__name__.lstrip('_')}{axis}")
+        counts[", ".join(placements)] += 1
+    return dict(counts.most_common())

@@ -44,8 +44,12 @@ def count_units(batch: Any, model: Any = None, rows: int | None = None) -> int:
         return int((shifted != IGNORE_INDEX).sum())
     labels = mapping.get("labels")
     if isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point():
-        predicts_next = labels.ndim == 2 and _predicts_next(model)
-        return int(((labels[:, 1:] if predicts_next else labels) != IGNORE_INDEX).sum())
+        config, kind = getattr(model, "config", None), getattr(model, "loss_type", None)
+        is_decoder = config is not None and not getattr(config, "is_encoder_decoder", False)
+        # LMHeadModel (GPT-2, BERT): transformers derives no loss from such a name, and takes that of ForCausalLM
+        is_shifted = kind in _SHIFTED_LOSSES or (kind is None and type(model).__name__.endswith("LMHeadModel"))
+        counted = labels[:, 1:] if labels.ndim == 2 and is_decoder and is_shifted else labels
+        return int((counted != IGNORE_INDEX).sum())
     rows = _length(batch) if rows is None else rows
     if rows is None:
         raise ConfigurationError(
@@ -61,14 +65,6 @@ def count_units(batch: Any, model: Any = None, rows: int | None = None) -> int:
             f"Accelerator(count=lambda batch: int((batch[1] != {IGNORE_INDEX}).sum()))"
         )
     return rows
-
-
-def _predicts_next(model: Any) -> bool:
-    config, kind = getattr(model, "config", None), getattr(model, "loss_type", None)
-    if config is None or getattr(config, "is_encoder_decoder", False):
-        return False
-    # LMHeadModel (GPT-2, BERT): transformers derives no loss from such a name, and takes that of ForCausalLM
-    return kind in _SHIFTED_LOSSES or (kind is None and type(model).__name__.endswith("LMHeadModel"))
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

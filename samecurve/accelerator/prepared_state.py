@@ -147,8 +147,18 @@ class PreparedState:
     def _find_slots(self) -> None:
         if self._is_zero:
             deepspeed_introspection.link_masters(self._engine)
-            for group, flat in self._zero_groups(self._engine.optimizer):
-                self._slots |= {self._names[id(weight)]: (self._engine.optimizer.optimizer, flat) for weight in group}
+            zero = self._engine.optimizer
+            if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
+                groups, flats = zero.fp16_groups, zero.fp32_partitioned_groups_flat
+            else:
+                groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", None)
+                if groups is None:
+                    raise CheckpointError(
+                        f"{type(zero).__name__}: save_state does not know this optimizer of DeepSpeed"
+                    )
+                flats = [base["params"][0] for base in zero.optimizer.param_groups]
+            for group, flat in zip(groups, flats, strict=True):  # flat: this rank's fp32 part of the group
+                self._slots |= {self._names[id(weight)]: (zero.optimizer, flat) for weight in group}
             return
         for index, optimizer in enumerate(self._optimizers):
             for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -158,16 +168,6 @@ class PreparedState:
                 self.parameters[name] = parameter  # also one of no prepared model
                 self.shapes[name] = parameter.shape
                 self._slots[name] = optimizer, parameter
-
-    @staticmethod
-    def _zero_groups(zero: Any) -> list[tuple[list, Tensor]]:
-        """List the parameters of each flat group of ZeRO, with this rank's fp32 part of it."""
-        if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3
-            return [*zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)]
-        groups = getattr(zero, "bit16_groups", None) or getattr(zero, "bf16_groups", None)
-        if groups is None:
-            raise CheckpointError(f"{type(zero).__name__}: save_state does not know this optimizer of DeepSpeed")
-        return [(group, base["params"][0]) for group, base in zip(groups, zero.optimizer.param_groups, strict=True)]
 
     def record(self) -> dict[str, dict]:
         """Return for each trained parameter "kinds", the names of its optimizer states that have its shape, and
@@ -211,7 +211,12 @@ class PreparedState:
 
     def visit(self, writing: bool = False) -> Visit:
         if writing and not self._is_zero:
-            self._forget()
+            assert self._saved is not None
+            # parameters that have other states in the checkpoint, or none, lose those that they have
+            for name, (optimizer, parameter) in self._slots.items():
+                saved, live = self._saved.get(name, {"kinds": (), "scalars": {}}), self.states[name]
+                if any({*saved[part]} != {*live[part]} for part in ("kinds", "scalars")):
+                    optimizer.state.pop(parameter, None)
         for part in self._parts:
             with closing(part.visit(writing)) as visited:
                 for shard, kind, tensor in visited:
@@ -220,14 +225,6 @@ class PreparedState:
                         tensor.zero_()
                     else:
                         yield shard, kind, tensor
-
-    def _forget(self) -> None:
-        """Drop the optimizer states of parameters that have others in the checkpoint, or none."""
-        assert self._saved is not None
-        for name, (optimizer, parameter) in self._slots.items():
-            saved, live = self._saved.get(name, {"kinds": (), "scalars": {}}), self.states[name]
-            if any({*saved[part]} != {*live[part]} for part in ("kinds", "scalars")):
-                optimizer.state.pop(parameter, None)
 
     def finish(self, updates: int) -> None:
         for part in self._parts:

@@ -60,7 +60,14 @@ def _runs(parameter: DTensor, dimension: int) -> Region:
     The indexes are distributed as the weight is. For a packed weight (_StridedShard), of which a rank holds several
     parts, compute_local_shape_and_global_offset of torch 2.13 is wrong without an error.
     """
-    placements = [_of_vector(p) if _cuts(p, dimension) else Replicate() for p in parameter.placements]
+    placements: list[Placement] = []  # of a tensor that has only the dimension that they cut
+    for placement in parameter.placements:
+        if not _cuts(placement, dimension):
+            placements.append(Replicate())
+        elif type(placement) is Shard:
+            placements.append(Shard(0))
+        else:  # _StridedShard, which is private
+            placements.append(type(placement)(0, split_factor=placement.split_factor))  # pyright: ignore
     indexes = torch.arange(parameter.shape[dimension], device=parameter.device_mesh.device_type)
     held = distribute_tensor(indexes, parameter.device_mesh, placements, src_data_rank=None).to_local()
     if not held.numel():
@@ -71,13 +78,6 @@ def _runs(parameter: DTensor, dimension: int) -> Region:
     whole = length * len(starts) == held.numel() and len(strides) <= 1
     assert whole and (breaks == torch.arange(1, len(starts)) * length).all(), f"unknown placements {placements}"
     return Region(int(starts[0]), length, len(starts), int(strides[0]) if len(starts) > 1 else 0)
-
-
-def _of_vector(placement: Placement) -> Placement:
-    """The same placement of a tensor that has only the dimension that it cuts."""
-    if type(placement) is Shard:
-        return Shard(0)
-    return type(placement)(0, split_factor=placement.split_factor)  # pyright: ignore  # _StridedShard is private
 
 
 def factor_placed(

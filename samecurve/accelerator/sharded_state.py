@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -347,20 +347,15 @@ def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:
         elif "step" in state:
             state["step"] = updates
     if type(optimizer).__name__ == "DeepSpeedCPUAdam":
-        _replay(optimizer, updates)
-
-
-def _replay(optimizer, updates: int) -> None:
-    """Repeat the multiplications by which DeepSpeed's CPU Adam computes beta ** step."""
-    group = optimizer.param_groups[0]
-    values = [torch.zeros(1) for _ in range(4)]
-    beta1, beta2 = group["betas"]
-    # the optimizer updates that product step by step in fp32 (0.19.8, csrc/includes/cpu_adam.h); only the same
-    # multiplications give the same bits
-    for step in range(1, updates + 1):
-        optimizer.ds_opt_adam.adam_update(
-            optimizer.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], *values
-        )
+        # DeepSpeed's CPU Adam updates beta ** step by a multiplication in fp32 at each step (0.19.8,
+        # csrc/includes/cpu_adam.h); only the same multiplications give the same bits
+        cpu_adam, group = cast(Any, optimizer), optimizer.param_groups[0]
+        values = [torch.zeros(1) for _ in range(4)]
+        beta1, beta2 = group["betas"]
+        for step in range(1, updates + 1):
+            cpu_adam.ds_opt_adam.adam_update(
+                cpu_adam.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], *values
+            )
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Iterable[str], create: bool) -> dict:
@@ -374,22 +369,14 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Iterabl
     state = optimizer.state.get(parameter) or {}  # [...] would store an empty one in this defaultdict
     if all(name in state for name in names):
         return state
-    made = {**state, **_empty(optimizer, parameter, names)}
+    own = getattr(optimizer, "empty_state", None)  # of samecurve.optim's classes
+    empty = own(parameter) if own is not None else {name: torch.zeros_like(parameter) for name in names}
+    if own is None and "exp_avg_sq" in empty:  # only Adam's bias correction counts steps
+        # the fused kernel needs the counter on the weight's device, the others on the CPU
+        device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+        is_int = type(optimizer).__name__ == "DeepSpeedCPUAdam"
+        empty = {"step": 0 if is_int else torch.tensor(0.0, dtype=torch.float32, device=device), **empty}
+    made = {**state, **empty}
     if create:
         optimizer.state[parameter] = made
     return made
-
-
-def _empty(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Iterable[str]) -> dict:
-    """Create the states `names` of a parameter before its first update, with a step counter where needed."""
-    own = getattr(optimizer, "empty_state", None)  # of samecurve.optim's classes
-    if own is not None:
-        return own(parameter)
-    state = {name: torch.zeros_like(parameter) for name in names}
-    if "exp_avg_sq" not in state:  # only Adam's bias correction counts steps
-        return state
-    if type(optimizer).__name__ == "DeepSpeedCPUAdam":  # its step counter is an int
-        return {"step": 0, **state}
-    # the fused kernel needs the counter on the weight's device, the others on the CPU
-    device = parameter.device if optimizer.defaults.get("fused") else "cpu"
-    return {"step": torch.tensor(0.0, dtype=torch.float32, device=device), **state}

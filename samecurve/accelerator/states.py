@@ -320,7 +320,13 @@ class States(accelerate.Accelerator):
             directory, resume = Path(self.project_dir, "checkpoints").absolute(), "auto"
         else:
             given = Path(os.path.abspath(os.path.expanduser(input_dir)))
-            if not world.on_main(lambda: _is_there(given)):
+
+            def is_there() -> bool:
+                with storage_errors(given):
+                    commit.recover(_FILES, given)
+                    return given.is_dir()
+
+            if not world.on_main(is_there):
                 raise ValueError(f"Tried to find {input_dir} but folder does not exist")
             directory, resume = given.parent, str(given)
         selector = CheckpointSelector(directory, None, world, self.print, _FILES, SERIES)
@@ -362,12 +368,6 @@ class _Groups:
                     group[key].fill_(float(value))  # a learning rate that compiled steps read
                 else:
                     group[key] = value.item() if isinstance(value, Tensor) else value
-
-
-def _is_there(folder: Path) -> bool:
-    with storage_errors(folder):
-        commit.recover(_FILES, folder)
-        return folder.is_dir()
 
 
 def _refuse_accelerates_own(folder: Path) -> None:

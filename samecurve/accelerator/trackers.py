@@ -82,8 +82,12 @@ class Trackers(accelerate.Accelerator):
         """
         if not self.is_main_process:
             return
+
+        def refuse() -> None:
+            raise ConfigurationError("its package is not installed")
+
         for name in sorted(self._missing):
-            self._attempt(name, partial(_refuse_missing, name))
+            self._attempt(name, refuse)
         own: list[Any] = [tracker for tracker in self.log_with if isinstance(tracker, GeneralTracker)]
         for tracker in own:
             self._attempt(tracker.name, partial(self._start, tracker, config))
@@ -124,7 +128,12 @@ class Trackers(accelerate.Accelerator):
                 self.report(f"{record.path}: {record.problem}; trackers begin a new run")
 
         def start(name: str) -> None:
-            _check_urls(name)
+            # a tracker's package prints its URLs and writes them into files
+            for variable, value in os.environ.items():
+                is_own = variable.startswith(PREFIXES.get(name, " ")) and is_url(value)
+                if is_own and (problem := credentials_problem(value)):
+                    account = _ACCOUNT.get(name, "")
+                    raise ConfigurationError(f"{variable}: {problem}, in variables of their own{account}")
             options = _options(name, ids.get(name), first_step if continues else None) | init_kwargs.get(name, {})
             # Accelerate passes a project, which the package prefers to its environment variable
             project = os.environ.get(_PROJECTS.get(name, "")) or project_name
@@ -215,15 +224,3 @@ def _options(name: str, run_id: str | None, first_step: int | None) -> dict[str,
         options = {"WANDB_RUN_ID": ("id", run_id), "WANDB_RESUME": ("resume", "allow")}
         return dict(option for variable, option in options.items() if not os.environ.get(variable))
     return {}
-
-
-def _check_urls(name: str) -> None:
-    """Refuse credentials in a tracker's URLs, which its package prints and writes into files."""
-    for variable, value in os.environ.items():
-        is_own = variable.startswith(PREFIXES.get(name, " ")) and is_url(value)
-        if is_own and (problem := credentials_problem(value)):
-            raise ConfigurationError(f"{variable}: {problem}, in variables of their own{_ACCOUNT.get(name, '')}")
-
-
-def _refuse_missing(name: str) -> None:
-    raise ConfigurationError("its package is not installed")

@@ -192,7 +192,6 @@ def state_problems(folder: Path) -> list[str]:
 # Recipe keys that may not change. The contents of model and data are compared directly (interfaces/task.py), so
 # their paths may change.
 FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding", "embed.queue")
-UNKNOWN = "unknown then"  # of a key that the checkpoint does not have
 # Recipe keys that change the rows.
 _OF_ROWS = ("data.", "tokenizer.", "batch.sequence_length", "batch.global_batch_size")
 # Recipe keys whose changes are not logged.
@@ -211,10 +210,10 @@ def refusals(saved: dict, now: dict) -> list[str]:
     """
     recipe_changes = list(_differences(saved["recipe"], now["recipe"]))
     # what an older checkpoint does not know had no effect then
-    reasons = [text for key, text in recipe_changes if key in FIXED and UNKNOWN not in text]
-    reasons += [f"model.{text}" for _, text in _differences(*_shared(saved["model"], now["model"]))]
-    of_rows = [text for key, text in recipe_changes if key.startswith(_OF_ROWS) and key not in SILENT]
-    for key, text in _differences(saved["data"], now["data"]):
+    reasons = [text for key, text, was_known in recipe_changes if key in FIXED and was_known]
+    reasons += [f"model.{text}" for _, text, _ in _differences(*_shared(saved["model"], now["model"]))]
+    of_rows = [text for key, text, _ in recipe_changes if key.startswith(_OF_ROWS) and key not in SILENT]
+    for key, text, _ in _differences(saved["data"], now["data"]):
         # of the rows only a hash is known, which nobody can read
         causes = ", ".join(of_rows) or f"the content of {_data(now)}, or of the tokenizer, has changed"
         reasons.append(f"other rows: {causes}" if key == "rows" else f"data, changed since the checkpoint: {text}")
@@ -223,7 +222,7 @@ def refusals(saved: dict, now: dict) -> list[str]:
     base = f"model.path: the weights of {path} are not those that the adapter of the checkpoint belongs to"
     start = "adapter.path: the adapter there is not the one that the checkpoint's run went on with"
     known = {"adapter.base_model": base, "adapter.path": start}
-    reasons += [known.get(key, text) for key, text in _differences(before, after)]
+    reasons += [known.get(key, text) for key, text, _ in _differences(before, after)]
     was, is_now = saved.get("frozen") or {}, now.get("frozen") or {}
     if was.get("names") != is_now.get("names"):
         counts = f"{was.get('count', 0)} parameters then, {is_now.get('count', 0)} now"
@@ -246,7 +245,8 @@ def refusals(saved: dict, now: dict) -> list[str]:
 def without_effect(saved: dict, now: dict) -> list[str]:
     """List the changed recipe keys that have no effect on a run without a step left. Arguments as in `refusals`."""
     used = ("steps", "epochs", "batch.micro_batch_size", *SILENT)
-    known = ((key, text) for key, text in _differences(saved["recipe"], now["recipe"]) if UNKNOWN not in text)
+    recipe_changes = _differences(saved["recipe"], now["recipe"])
+    known = ((key, text) for key, text, was_known in recipe_changes if was_known)
     return [text.replace(":", "", 1) for key, text in known if key not in used and not key.startswith("export.")]
 
 
@@ -265,10 +265,10 @@ def changes(saved: dict, now: dict) -> list[str]:
     recipe_changes = _differences(saved["recipe"], now["recipe"])
     # `refusals` compares the adapter as a whole, with a fingerprint of its base model instead of a path
     unlogged = (*FIXED, *SILENT)
-    allowed = [text for key, text in recipe_changes if key not in unlogged and not key.startswith("adapter")]
+    allowed = [text for key, text, _ in recipe_changes if key not in unlogged and not key.startswith("adapter")]
     for key in ("strategy", "world_size", "versions", "own_code"):
         before, after = ({key: facts.get(key, {})} for facts in (saved, now))
-        allowed += [text for _, text in _differences(before, after)]
+        allowed += [text for _, text, _ in _differences(before, after)]
     common = _shared(saved["model"], now["model"])[0].keys()
     for key in sorted((saved["model"].keys() | now["model"].keys()) - common):
         allowed.append(f"model.{key}: known to only one of the two versions of transformers")
@@ -284,15 +284,15 @@ def _shared(before: dict, after: dict) -> tuple[dict, dict]:
     return {key: before[key] for key in common}, {key: after[key] for key in common}
 
 
-def _differences(before: dict, after: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, "key: before -> after") for every leaf that differs."""
+def _differences(before: dict, after: dict, prefix: str = "") -> Iterator[tuple[str, str, bool]]:
+    """Yield (dotted key, "key: before -> after", whether `before` has the key) for every leaf that differs."""
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            was = _shown(old) if key in before else UNKNOWN
-            yield f"{prefix}{key}", f"{prefix}{key}: {was} -> {_shown(new)}"
+            was = _shown(old) if key in before else "unknown then"
+            yield f"{prefix}{key}", f"{prefix}{key}: {was} -> {_shown(new)}", key in before
 
 
 def _shown(value: Any) -> str:

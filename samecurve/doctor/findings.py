@@ -59,11 +59,14 @@ def text(findings: Sequence[Finding]) -> str:
         hosts.setdefault(replace(finding, host=""), []).append(finding.host)
     several = len({finding.host for finding in findings if finding.host}) > 1
     order = ("ok", "warn", "FAIL")
-    lines = [
-        line
-        for finding, names in sorted(hosts.items(), key=lambda item: order.index(item[0].level))
-        for line in _lines(finding, names if several else [])
-    ]
+    lines: list[str] = []
+    for finding, hosts_of_it in sorted(hosts.items(), key=lambda item: order.index(item[0].level)):
+        named = hosts_of_it if several else []
+        names = ", ".join(filter(None, named)) if len(named) <= 3 else f"{len(named)} hosts"
+        problem = "; ".join(filter(None, (finding.problem, finding.fix)))
+        first, *others = [*finding.seen.splitlines(), *([problem] if problem else [])]
+        lines.append(f"{finding.level:<5} {finding.area:<10} {names}{': ' * bool(names)}{first}")
+        lines += [f"{'':17}{line}" for line in others]
     count = sum(finding.level == "FAIL" for finding in hosts)
     warnings = sum(finding.level == "warn" for finding in hosts)
     last = f"{count} problem{'s' * (count != 1)}" if count else "no problem found"
@@ -81,14 +84,3 @@ def write_json(findings: Sequence[Finding], target: str) -> None:
         return
     with storage_errors(Path(target)):
         Path(target).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _lines(finding: Finding, hosts: Sequence[str]) -> list[str]:
-    """Format a finding. hosts: those with the same finding, of which up to three are named."""
-    names = ", ".join(filter(None, hosts)) if len(hosts) <= 3 else f"{len(hosts)} hosts"
-    problem = "; ".join(filter(None, (finding.problem, finding.fix)))
-    first, *others = [*finding.seen.splitlines(), *([problem] if problem else [])]
-    return [
-        f"{finding.level:<5} {finding.area:<10} {names}{': ' * bool(names)}{first}",
-        *(f"{'':17}{line}" for line in others),
-    ]

@@ -105,7 +105,11 @@ def facts(folders: Mapping[str, Path], environ: Mapping[str, str] = os.environ) 
     Args:
         folders: purpose to path, of what a run writes.
     """
-    gpus, driver = _gpus()
+    gpus, driver = [], ""
+    shown = _output("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits")
+    for line in shown.splitlines():
+        index, name, total, used, driver, bus = (part.strip() for part in line.split(","))
+        gpus.append(InstalledGpu(int(index), name, int(total), int(used), numa_node(bus)))
     namespace = own_address = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
@@ -140,16 +144,6 @@ def versions() -> dict[str, str]:
     """Map Python and each package to its version; "" if it is not installed."""
     nccl = next(filter(None, map(version, NCCL_PACKAGES)), "")
     return {"python": platform.python_version(), **{name: version(name) or "" for name in PACKAGES}, "nccl": nccl}
-
-
-def _gpus() -> tuple[list[InstalledGpu], str]:
-    """Return the GPUs that the driver shows, and the driver's version."""
-    gpus, driver = [], ""
-    shown = _output("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits")
-    for line in shown.splitlines():
-        index, name, total, used, driver, bus = (part.strip() for part in line.split(","))
-        gpus.append(InstalledGpu(int(index), name, int(total), int(used), numa_node(bus)))
-    return gpus, driver
 
 
 def _output(*command: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from samecurve.doctor.findings import Finding, failed
-from samecurve.doctor.host import Folder, HostFacts
+from samecurve.doctor.host import HostFacts
 from samecurve.errors import ConfigurationError, StorageError, TopologyError
 from samecurve.specs.environment import INSTALL
 from samecurve.storage.cache import cache_folder
@@ -56,7 +56,17 @@ def check_host(
     yield from _limits(facts)
     yield from _own_name(facts)
     for folder in facts.folders:
-        yield _folder(facts.host, folder, needed_bytes.get(folder.purpose, 0))
+        needed, kind = needed_bytes.get(folder.purpose, 0), f", {folder.kind}" if folder.kind else ""
+        seen = f"{folder.purpose} {folder.path}: {folder.free_bytes / 1e9:.1f} GB free{kind}"
+        seen += f"; the run needs about {needed / 1e9:.2f} GB" if needed else ""
+        if not folder.writable:
+            fix = f"chown it to this user, or set {folder.purpose} to another folder"
+            yield failed("storage", seen, "this user cannot write there", fix, StorageError, facts.host)
+        elif needed > folder.free_bytes:
+            fix = f"free some space, or set {folder.purpose} to a folder on a larger disk"
+            yield failed("storage", seen, "too little free space", fix, StorageError, facts.host)
+        else:
+            yield Finding("storage", seen, host=facts.host)
 
 
 def _gpus(facts: HostFacts) -> Iterator[Finding]:
@@ -141,19 +151,6 @@ def _own_name(facts: HostFacts) -> Iterator[Finding]:
         yield Finding("network", seen, host=facts.host)
 
 
-def _folder(host: str, folder: Folder, needed: int) -> Finding:
-    kind = f", {folder.kind}" if folder.kind else ""
-    seen = f"{folder.purpose} {folder.path}: {folder.free_bytes / 1e9:.1f} GB free{kind}"
-    seen += f"; the run needs about {needed / 1e9:.2f} GB" if needed else ""
-    if not folder.writable:
-        fix = f"chown it to this user, or set {folder.purpose} to another folder"
-        return failed("storage", seen, "this user cannot write there", fix, StorageError, host)
-    if needed > folder.free_bytes:
-        fix = f"free some space, or set {folder.purpose} to a folder on a larger disk"
-        return failed("storage", seen, "too little free space", fix, StorageError, host)
-    return Finding("storage", seen, host=host)
-
-
 # Another version may compute or send something else: the run would stop in a collective, or lose the same curve.
 MUST_AGREE = ("python", "torch", "accelerate", "deepspeed", "transformers", "nccl", "driver")
 # The first of several failed ranks is found by their hosts' clocks (run/liveness.py), and the age of another host's
@@ -165,7 +162,16 @@ SLOW_LINK = 0.25  # of what the interface promises; one stream of gloo does not 
 
 def compare(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     """Yield the findings from a comparison of two or more hosts."""
-    yield from _versions(hosts)
+    different = [name for name in MUST_AGREE if len({facts.versions.get(name, "") for facts in hosts}) > 1]
+    if different:
+        rows = [[facts.host, *(facts.versions.get(name) or "-" for name in different)] for facts in hosts]
+        fix = "pip install -r requirements.txt -c constraints.txt on each"
+        if different == ["driver"]:
+            fix = "install one driver on all hosts"
+        problem = f"{', '.join(different)} differ between hosts"
+        yield failed("versions", aligned([["", *different], *rows]), problem, fix, ConfigurationError)
+    else:
+        yield Finding("versions", f"the same on {len(hosts)} hosts: {', '.join(MUST_AGREE)}")
     have = {facts.host: f"{len(facts.gpus)} x {', '.join(sorted({gpu.name for gpu in facts.gpus}))}" for facts in hosts}
     if any(facts.gpus for facts in hosts) and len(set(have.values())) > 1:
         seen = "; ".join(f"{host}: {gpus}" for host, gpus in have.items())
@@ -180,18 +186,6 @@ def compare(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         if len(set(values.values())) > 1:
             seen = f"{name}: " + ", ".join(f"{host} {value}" for host, value in values.items())
             yield Finding("environment", seen, "it differs between hosts", "export the same value on each")
-
-
-def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    different = [name for name in MUST_AGREE if len({facts.versions.get(name, "") for facts in hosts}) > 1]
-    if not different:
-        yield Finding("versions", f"the same on {len(hosts)} hosts: {', '.join(MUST_AGREE)}")
-        return
-    rows = [[facts.host, *(facts.versions.get(name) or "-" for name in different)] for facts in hosts]
-    table = aligned([["", *different], *rows])
-    drivers = different == ["driver"]
-    fix = "install one driver on all hosts" if drivers else "pip install -r requirements.txt -c constraints.txt on each"
-    yield failed("versions", table, f"{', '.join(different)} differ between hosts", fix, ConfigurationError)
 
 
 def clocks(offsets: Mapping[str, float]) -> Finding:

@@ -77,18 +77,33 @@ def _compare(world: World, facts: HostFacts, own: list[Finding], output_dir: str
     missing = world.from_first("missing", sorted(set(range(world.size)) - set(members)))
     if missing:
         world.end(members)
-        shown, first = ", ".join(map(str, missing)), f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
+        shown, address = ", ".join(map(str, missing)), f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
         problem = f"they did not report within {world.seconds:.0f} s"
-        fix = f"look at what their hosts print; they have to reach {first}"
+        fix = f"look at what their hosts print; they have to reach {address}"
         absent = failed("network", f"ranks {shown}", problem, fix, TopologyError)
         return [*own, absent] if world.rank == 0 else []
-    hosts = _hosts(members)
+    first: dict[str, tuple[int, HostFacts]] = {}  # rank of each machine
+    for rank in sorted(members):
+        there = HostFacts.from_json(members[rank]["facts"])
+        first.setdefault(there.machine, (rank, there))
+    names = Counter(there.host for _, there in first.values())
+    hosts = {  # cloned machines of one name get their rank added
+        rank: replace(there, host=f"{there.host} (rank {rank})") if names[there.host] > 1 else there
+        for rank, there in first.values()
+    }
     results = [
         Finding(**{**finding, "host": hosts[rank].host}) for rank in hosts for finding in members[rank]["findings"]
     ]
     if len(hosts) > 1:
         results += host_checks.compare(list(hosts.values()))
-        results.append(_clocks(world, hosts))
+        # all ranks wait for one key, and report their time when it appears
+        world.barrier("before the clock")  # else the key could be there before the slowest waits for it
+        world.from_first("now", None)
+        times = world.all_gather("clock", time.time())
+        # a host that died meanwhile says nothing here; the process group will name it
+        start = times.get(0, times[world.rank])
+        ahead = {facts.host: times[rank] - start for rank, facts in hosts.items() if rank in times}
+        results.append(host_checks.clocks(ahead))
     if output_dir:
         results.append(_shared_folder(world, hosts, Path(output_dir)))
     results += _links(world, hosts)
@@ -160,29 +175,6 @@ def _unreachable(facts: HostFacts, environ: Mapping[str, str], error: Exception)
     problem = f"this host does not reach the first rank at {address} port {port}"
     fix = f"try nc -vz {address} {port} here; open the port in the firewall, or give another master address"
     return failed("network", seen, problem, fix, TopologyError, facts.host)
-
-
-def _hosts(members: Mapping[int, Any]) -> dict[int, HostFacts]:
-    """Map the first rank of each machine to the machine's facts. Cloned machines of one name get their rank added."""
-    first: dict[str, tuple[int, HostFacts]] = {}
-    for rank in sorted(members):
-        facts = HostFacts.from_json(members[rank]["facts"])
-        first.setdefault(facts.machine, (rank, facts))
-    names = Counter(facts.host for _, facts in first.values())
-    return {
-        rank: replace(facts, host=f"{facts.host} (rank {rank})") if names[facts.host] > 1 else facts
-        for rank, facts in first.values()
-    }
-
-
-def _clocks(world: World, hosts: Mapping[int, HostFacts]) -> Finding:
-    """Compare the hosts' clocks: all ranks wait for one key, and report their time when it appears."""
-    world.barrier("before the clock")  # else the key could be there before the slowest waits for it
-    world.from_first("now", None)
-    times = world.all_gather("clock", time.time())
-    # a host that died meanwhile says nothing here; the process group will name it
-    first = times.get(0, times[world.rank])
-    return host_checks.clocks({facts.host: times[rank] - first for rank, facts in hosts.items() if rank in times})
 
 
 def _shared_folder(world: World, hosts: Mapping[int, HostFacts], output_dir: Path) -> Finding:

@@ -103,7 +103,16 @@ class Predictor(ABC):
         empty = next((place for (place, _), text in zip(sources, texts, strict=True) if not len(text.tokens)), None)
         if empty is not None:
             raise DataError(f"{empty}: the tokenizer produces no tokens for this text; remove it")
-        inputs = self._padded(texts)
+        padding = tokenizer.padding(self.tokenizer).pad_token_id
+        assert isinstance(padding, int)  # `padding` raises for a tokenizer without one
+        ids = [torch.as_tensor(text.tokens, dtype=torch.long) for text in texts]
+        inputs = {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=padding),
+            "attention_mask": pad_sequence([torch.ones_like(tokens) for tokens in ids], batch_first=True),
+        }
+        if texts[0].segments is not None:
+            segments = [torch.as_tensor(text.segments, dtype=torch.long) for text in texts]
+            inputs["token_type_ids"] = pad_sequence(segments, batch_first=True)
         with torch.inference_mode():
             output = self.model(**{name: tensor.to(self.model.device) for name, tensor in inputs.items()})
         pairs = zip(texts, self.decode(output, inputs, texts), strict=True)
@@ -116,19 +125,6 @@ class Predictor(ABC):
     @abstractmethod
     def decode(self, output: Any, inputs: dict[str, Tensor], texts: Sequence[EncodedText]) -> list[dict[str, Any]]:
         """Return the prediction for each text, from the model's output."""
-
-    def _padded(self, texts: Sequence[EncodedText]) -> dict[str, Tensor]:
-        padding = tokenizer.padding(self.tokenizer).pad_token_id
-        assert isinstance(padding, int)  # `padding` raises for a tokenizer without one
-        ids = [torch.as_tensor(text.tokens, dtype=torch.long) for text in texts]
-        inputs = {
-            "input_ids": pad_sequence(ids, batch_first=True, padding_value=padding),
-            "attention_mask": pad_sequence([torch.ones_like(tokens) for tokens in ids], batch_first=True),
-        }
-        if texts[0].segments is not None:
-            segments = [torch.as_tensor(text.segments, dtype=torch.long) for text in texts]
-            inputs["token_type_ids"] = pad_sequence(segments, batch_first=True)
-        return inputs
 
     def _text(self, place: str, source: str | dict) -> str:
         if isinstance(source, dict):
@@ -307,17 +303,18 @@ class MaskFiller(Predictor):
         return encoded
 
     def decode(self, output: Any, inputs: dict[str, Tensor], texts: Sequence[EncodedText]) -> list[dict[str, Any]]:
-        probabilities = output.logits.float().softmax(dim=-1)
+        predictions = []
         is_mask = inputs["input_ids"].eq(self.mask[1])
-        both = zip(probabilities, is_mask, strict=True)
-        return [{"masks": [self._candidates(place) for place in row[mask]]} for row, mask in both]
-
-    def _candidates(self, probabilities: Tensor) -> list[dict[str, Any]]:
-        best = probabilities.topk(min(self.top, len(probabilities)))
-        texts = self.tokenizer.batch_decode([[token] for token in best.indices.tolist()])
-        pairs = zip(texts, best.values.tolist(), strict=True)
-        # without the space that a byte-level token includes; a token of spaces alone stays as it is
-        return [{"token": text.strip() or text, "probability": value} for text, value in pairs]
+        for row, mask in zip(output.logits.float().softmax(dim=-1), is_mask, strict=True):
+            masks = []
+            for probabilities in row[mask]:
+                best = probabilities.topk(min(self.top, len(probabilities)))
+                candidates = self.tokenizer.batch_decode([[token] for token in best.indices.tolist()])
+                pairs = zip(candidates, best.values.tolist(), strict=True)
+                # without the space that a byte-level token includes; a token of spaces alone stays as it is
+                masks.append([{"token": text.strip() or text, "probability": value} for text, value in pairs])
+            predictions.append({"masks": masks})
+        return predictions
 
 
 def _encoded(encoder: ExampleEncoder, example: Example) -> EncodedText:

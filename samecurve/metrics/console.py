@@ -363,7 +363,13 @@ def compare_with_prediction(predicted: Mapping[str, Any], metrics: Iterable[Mapp
         measured = max(values) if key == "peak_memory_gib" else statistics.median(values[1:] or values)
         text = f"{measured:.3g} {unit}"
         if key in predicted:
-            text += f"; predicted {_with_interval(predicted, key, unit)}, {_miss(predicted, key, measured)}"
+            low, high = predicted[f"{key}_interval"]
+            error = predicted[key] / measured - 1
+            # a smaller difference would be shown as 0%
+            is_close = not math.isfinite(error) or abs(error) < 0.005
+            miss = "as measured" if is_close else f"{abs(error):.0%} too {'high' if error > 0 else 'low'}"
+            place = "" if low <= measured <= high else ", outside the interval"
+            text += f"; predicted {_with_interval(predicted, key, unit)}, {miss}{place}"
         misses[name] = text
     return misses
 
@@ -376,14 +382,3 @@ def of_session(facts: Mapping[str, Any], metrics: Iterable[Mapping[str, Any]]) -
 def _with_interval(predicted: Mapping[str, Any], key: str, unit: str) -> str:
     low, high = predicted[f"{key}_interval"]
     return f"{predicted[key]:.3g} {unit} ({low:.3g} to {high:.3g})"
-
-
-def _miss(predicted: Mapping[str, Any], key: str, measured: float) -> str:
-    """Say how far the prediction is from the measured value, and whether that is within the interval."""
-    low, high = predicted[f"{key}_interval"]
-    error = predicted[key] / measured - 1
-    place = "" if low <= measured <= high else ", outside the interval"
-    # a smaller difference would be shown as 0%
-    if not math.isfinite(error) or abs(error) < 0.005:
-        return f"as measured{place}"
-    return f"{abs(error):.0%} too {'high' if error > 0 else 'low'}{place}"

@@ -164,8 +164,11 @@ class Meter:
         seconds = self._clock() - self._since
         self.restart_clock()
         trained = result.tokens > 0
-        if trained:
-            self._smooth(result.loss)
+        if trained and math.isfinite(result.loss):  # nan would stay in the average for good
+            # bias-corrected exponential moving average (as in Adam, arXiv:1412.6980, section 3)
+            self._average = SMOOTHING * self._average + (1 - SMOOTHING) * result.loss
+            self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+            self.smoothed_loss = self._average / self._weight
         num_inputs = (num_inputs or result.tokens) if trained else 0  # without trained tokens nothing was computed
         rate = (result.tokens if self._counts == "tokens" else num_inputs) / seconds
         return {
@@ -214,15 +217,6 @@ class Meter:
             f"square of a row ({flops.attention / flops.model:.0%} of the FLOPs), skipped a part; do not rely on mfu "
             "and hfu of this run"
         )
-
-    def _smooth(self, loss: float) -> None:
-        """Update the bias-corrected exponential moving average (as in Adam, arXiv:1412.6980, section 3)."""
-        # nan would stay in the average for good
-        if not math.isfinite(loss):
-            return
-        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
-        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
-        self.smoothed_loss = self._average / self._weight
 
     def scalars(self, record: dict) -> dict[str, float]:
         """Convert a record for TensorBoard: grouped names, only finite numbers (no lists, as expert_share is)."""

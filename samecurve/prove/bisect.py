@@ -270,9 +270,7 @@ def _described(pair: _Pair, step: int) -> tuple[str, str]:
     if ":" not in name:
         return name, _WEIGHTS[quantity].format(name=name, when=f"after the update of step {step - 1}" * (step > 1))
     module, side, _ = name.split(":")
-    if side == ("output" if quantity == "forward" else "input"):
-        return module, f"the {'' if quantity == 'forward' else 'gradient by the '}{side} of {module or 'the model'}"
+    what = f"the {'' if quantity == 'forward' else 'gradient by the '}{side} of {module or 'the model'}"
+    is_own = side == ("output" if quantity == "forward" else "input")
     # what a module is given is made by the code around it
-    return module.rpartition(".")[
-        0
-    ], f"the {'' if quantity == 'forward' else 'gradient by the '}{side} of {module or 'the model'}"
+    return module if is_own else module.rpartition(".")[0], what

@@ -47,16 +47,11 @@ def export_problem(folder: Path, base: str, records: list[dict[str, Any]]) -> st
         if not value <= (1e-6 if weights[name].dtype == torch.float32 else 0.01):
             return f"{name}, read back, is {value:.1e} away, relative, from that of the run"
     # another head, such as that of a reward model, leaves out the base's own, which no generation needs
-    judged = model is not None and model.can_generate()
-    return (_base_problem(folder, base) or _end_problem(folder, records)) if judged else ""
-
-
-def _base_problem(folder: Path, base: str) -> str:
-    """Return which tensors of the model that was trained further the export leaves out."""
-    if not base or not Path(base).is_dir():
+    if model is None or not model.can_generate():
         return ""
-    lost = sorted(_names(Path(base)) - _names(folder))
-    return f"{len(lost)} tensors of {Path(base).name} are not in it, {lost[0]} the first" if lost else ""
+    if base and Path(base).is_dir() and (lost := sorted(_names(Path(base)) - _names(folder))):
+        return f"{len(lost)} tensors of {Path(base).name} are not in it, {lost[0]} the first"
+    return _end_problem(folder, records)
 
 
 def _names(folder: Path) -> set[str]:

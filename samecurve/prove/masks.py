@@ -73,15 +73,12 @@ class Masks:
         """Role, number of tokens and number of trained ones of each turn that stands in a row."""
         place = 0
         while place < len(row):
-            fits = [turn for turn in self._turns.get(tuple(row[place : place + 2]), ()) if _stands(turn[0], row, place)]
+            turns = self._turns.get(tuple(row[place : place + 2]), ())
+            fits = [turn for turn in turns if row[place : place + len(turn[0])] == turn[0]]
             ids, content = max(fits, key=lambda turn: len(turn[0]), default=([0], ""))
             if role := self._roles.get(content, ""):
                 yield role, len(ids), sum(label != IGNORE_INDEX for label in labels[place : place + len(ids)])
             place += len(ids)
-
-
-def _stands(ids: list[int], row: list[int], place: int) -> bool:
-    return row[place : place + len(ids)] == ids
 
 
 def mask_problem(rows: list[dict[str, Any]]) -> str:
@@ -118,6 +115,9 @@ def apart(module: nn.Module, inputs: dict[str, Any], output: Any) -> tuple[float
         return _of_padding(module, inputs, output)
     worst, where = 0.0, ""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    names = ("input_ids", "position_ids", "token_type_ids")
+    by_token = {name: inputs[name] for name in names if isinstance(inputs.get(name), Tensor)}
+    by_token = {name: values for name, values in by_token.items() if values.shape == ids.shape}
     for row in range(len(ids)):
         places = torch.arange(ids.shape[1])
         if isinstance(mask, Tensor) and mask.shape == ids.shape:
@@ -126,8 +126,7 @@ def apart(module: nn.Module, inputs: dict[str, Any], output: Any) -> tuple[float
         starts = [place for place in places.tolist() if of_row and of_row[place] == 0] or places.tolist()[:1]
         for number, start in enumerate(starts):
             stop = starts[number + 1] if number + 1 < len(starts) else int(places[-1]) + 1
-            names = ("input_ids", "position_ids", "token_type_ids")
-            alone = {name: inputs[name][row : row + 1, start:stop] for name in names if _is_like(inputs, name)}
+            alone = {name: values[row : row + 1, start:stop] for name, values in by_token.items()}
             other = module(**alone).logits[0]
             ours = logits[row, start:stop] if logits.ndim == 3 else logits[row]
             if other.shape != ours.shape:
@@ -158,7 +157,3 @@ def _of_padding(module: nn.Module, inputs: dict[str, Any], output: Any) -> tuple
     if not value > (1e-4 if loss.dtype == torch.float32 else 0.05):
         return 0.0, ""
     return value, f"one more column of padding changes the loss by {value:.1e}, relative"
-
-
-def _is_like(inputs: dict[str, Any], name: str) -> bool:
-    return isinstance(inputs.get(name), Tensor) and inputs[name].shape == inputs["input_ids"].shape

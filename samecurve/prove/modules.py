@@ -75,14 +75,20 @@ class Modules:
         if name is None:
             return call(module, *args, **kwargs)
         if name not in self._places or not name:  # a wrapper of the model has its name, and is called first
-            self._places[name] = _line_of_class(type(module))
+            kind = type(module)
+            try:
+                path, line = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1]
+                path = path.rpartition("site-packages" + os.sep)[2].removeprefix(_folder())
+                self._places[name] = f"{kind.__name__}, {path}:{line}"
+            except (OSError, TypeError):
+                self._places[name] = kind.__name__  # made while the script ran
         for weight_name, weight in module.named_parameters(name, recurse=False):
             if weight.requires_grad and id(weight) not in self._weights and not isinstance(weight, DTensor):
                 self._weights[id(weight)] = weight
                 weight.register_hook(partial(self._add_gradient, weight_name))
         # a view has the gradient through this module alone
-        args = tuple(self._watched(name, "input", value) for value in args)
-        kwargs = {key: self._watched(name, "input", value) for key, value in kwargs.items()}
+        args = tuple(self._watched(name, value) for value in args)
+        kwargs = {key: self._watched(name, value) for key, value in kwargs.items()}
         output = call(module, *args, **kwargs)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
@@ -91,13 +97,13 @@ class Modules:
                     leaf.register_hook(partial(self._add_backward, name, "output", self._rows, self._mask))
         return output
 
-    def _watched(self, name: str, side: str, value: Any) -> Any:
+    def _watched(self, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        self._record(self._forward, name, side, self._split(value))
+        self._record(self._forward, name, "input", self._split(value))
         if value.requires_grad:
             value = value.view_as(value)
-            value.register_hook(partial(self._add_backward, name, side, self._rows, self._mask))
+            value.register_hook(partial(self._add_backward, name, "input", self._rows, self._mask))
         return value
 
     def _add_backward(self, name: str, side: str, rows: list[str], mask: Tensor | None, gradient: Tensor) -> None:
@@ -162,15 +168,6 @@ def script_line() -> str:
             return f"{path.removeprefix(folder)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
-
-
-def _line_of_class(kind: type) -> str:
-    """Return "class, file:line" of a module's class."""
-    try:
-        path, line = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1]
-    except (OSError, TypeError):
-        return kind.__name__  # made while the script ran
-    return f"{kind.__name__}, {path.rpartition('site-packages' + os.sep)[2].removeprefix(_folder())}:{line}"
 
 
 def _folder() -> str:

@@ -167,10 +167,18 @@ class Proof:
         with self.console.status(f"{job.name}: {kind}"):
             started = [job.world_size if job.path else 0, str(log), None, str(rows), str(killed), *words]
             code = self._processes.run(started)
+        # ranks of one shard read the same rows, of which one counts
+        of_shards: dict[tuple[int, int], Counter[str]] = {}
+        for path in rows.glob("rank_*.jsonl"):
+            for record in (record for _, record in scan(path) if record is not None):
+                of_shards.setdefault((record["step"], record["shard"]), Counter(record["rows"]))
+        of_steps: dict[int, Counter[str]] = {}
+        for (step, _), keys in of_shards.items():
+            of_steps[step] = of_steps.get(step, Counter()) + keys
         first, last = (SAVED + 1 if before else 1), killed or STEPS
         records = [record for record in iterate_metrics(directory) if record and first <= record["step"] <= last]
         losses, norms = ([record.get(key) or math.nan for record in records] for key in ("loss", "grad_norm"))
-        outcome = Outcome(job, directory, log, Curves(losses, norms, first=first), _rows_of(rows))
+        outcome = Outcome(job, directory, log, Curves(losses, norms, first=first), of_steps)
         if len(records) < last - first + 1 or (code and not killed):
             code = exit_code_of(directory, log, code) if code else 0
             outcome.reason, outcome.refused = reason_of(directory, log, code), code == ConfigurationError.exit_code
@@ -288,18 +296,6 @@ def compared(one: Curves, other: Curves, start: dict[str, Tensor] | None = None)
             squares[1] += (value.double() - start[name].double()).square().sum().item()
         values["weights"] = [math.sqrt(squares[0] / squares[1]) if squares[1] else 0.0]
     return Differences(values)
-
-
-def _rows_of(folder: Path) -> dict[int, Counter[str]]:
-    """Add up the rows of each step. Ranks of one shard read the same rows, of which one counts."""
-    read: dict[tuple[int, int], Counter[str]] = {}
-    for path in folder.glob("rank_*.jsonl"):
-        for record in (record for _, record in scan(path) if record is not None):
-            read.setdefault((record["step"], record["shard"]), Counter(record["rows"]))
-    rows: dict[int, Counter[str]] = {}
-    for (step, _), keys in read.items():
-        rows[step] = rows.get(step, Counter()) + keys
-    return rows
 
 
 def run(path: str, given: Sequence[str], jobs: Sequence[StrategyJob], named: bool, output: Path) -> int:

@@ -99,14 +99,16 @@ class Recorder:
     def _call(self, call: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_outermost = not self._depth and torch.is_grad_enabled()
         if is_outermost and any(weight.requires_grad for weight in module.parameters()):
-            if self._trained is None or _is_part(self._trained, module):
+            if self._trained is None or any(part is self._trained for part in module.modules()):
                 self._trained = module
             if module is self._trained:
                 rows = rows_of(args, kwargs)
                 self._rows += rows
                 if self.step + 1 == self.detailed:
                     self._engine = module if hasattr(module, "zero_optimization_stage") else self._engine
-                    self._modules.begin(rows, kwargs.get("attention_mask"), self._named_modules(), self._whole_weights)
+                    # a wrapper has the name of what it wraps
+                    names = {id(part): _unwrapped(f"{name}.")[:-1] for name, part in module.named_modules()}
+                    self._modules.begin(rows, kwargs.get("attention_mask"), names, self._whole_weights)
                 if isinstance(labels := kwargs.get("labels"), Tensor):
                     counted = labels if labels.ndim == 1 else labels[..., 1:]  # a causal model shifts them
                     self._labels.append([int((part != IGNORE_INDEX).sum()) for part in (labels, counted)])
@@ -182,11 +184,6 @@ class Recorder:
             for name, weight in self._trained.named_parameters():
                 yield _unwrapped(name), weight
 
-    def _named_modules(self) -> dict[int, str]:
-        """Name modules by id; a wrapper has the name of what it wraps."""
-        assert self._trained is not None
-        return {id(module): _unwrapped(f"{name}.")[:-1] for name, module in self._trained.named_modules()}
-
     def _whole_weights(self) -> dict[str, Tensor]:
         if self._engine is not None:
             from deepspeed.utils import safe_get_full_fp32_param as of_engine
@@ -208,11 +205,18 @@ class Recorder:
     def _write(self, rates: list[float]) -> None:
         if self._trained is None:
             return  # another optimizer's, before the model has seen a row
+        if self._engine is not None:
+            strategy = f"zero{self._engine.zero_optimization_stage()}"
+        elif any(isinstance(weight, DTensor) for weight in self._trained.parameters()):
+            strategy = "fsdp"
+        else:
+            is_ddp = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in self._trained.modules())
+            strategy = "ddp" if is_ddp else "single"
         self.step += 1
         weights, is_last = self._whole_weights(), not self.steps or self.step == self.steps
         record = {
             "step": self.step,
-            "strategy": self._strategy(),
+            "strategy": strategy,
             "rows": self._rows,
             "indices": self.reading.take(len(self._losses)),
             "losses": self._losses,
@@ -246,15 +250,6 @@ class Recorder:
                 with gather([weight]):
                     sketches[name] = sketch(name, _whole(weight))
         return sketches
-
-    def _strategy(self) -> str:
-        if self._engine is not None:
-            return f"zero{self._engine.zero_optimization_stage()}"
-        assert self._trained is not None
-        if any(isinstance(weight, DTensor) for weight in self._trained.parameters()):
-            return "fsdp"
-        is_ddp = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in self._trained.modules())
-        return "ddp" if is_ddp else "single"
 
 
 def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
@@ -387,10 +382,6 @@ def _unwrapped(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _is_part(part: nn.Module, whole: nn.Module) -> bool:
-    return any(module is part for module in whole.modules())
 
 
 def _whole(value: Any) -> Tensor:

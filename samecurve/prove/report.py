@@ -8,7 +8,7 @@ from pathlib import Path
 
 from samecurve.bench.jobs import StrategyJob
 from samecurve.prove.judge import why_nothing_is_shown
-from samecurve.prove.script import Processes, Proof, Verdict, certificate, check
+from samecurve.prove.script import Processes, Proof, certificate, check
 from samecurve.storage.atomic import storage_errors, write_json
 from samecurve.storage.terminal import aligned
 
@@ -33,24 +33,19 @@ def run(
     if nothing:
         print(f"FAIL: nothing can be shown: {nothing}")
     else:
-        print(aligned([["strategy", "processes", *_SHOWN, ""], *map(_row, verdicts)]))
+        rows = [["strategy", "processes", *_SHOWN, ""]]
         for verdict in verdicts:
-            for line in _explained(verdict):
-                print(line)
+            largest = verdict.differences.values
+            cells = [f"{max(largest[kind]):.1e}" if largest.get(kind) else "-" for kind in _SHOWN]
+            answer = "PASS" if verdict.passes else "FAIL"
+            rows.append([verdict.job.name, str(verdict.job.world_size), *cells, answer])
+        print(aligned(rows))
+        for verdict in verdicts:
+            if verdict.reason:
+                print(f"\n{verdict.job.name}: {verdict.reason}")
+                continue
+            for index, finding in enumerate(verdict.findings):
+                start = "  " if index else f"{verdict.job.name}: "
+                print(f"{start}{finding.kind}, step {finding.step}: {finding.text}")
     print(f"\n{output / 'certificate.json'}")
     return 0 if content["passes"] else 1
-
-
-def _row(verdict: Verdict) -> list[str]:
-    largest = verdict.differences.values
-    cells = [f"{max(largest[kind]):.1e}" if largest.get(kind) else "-" for kind in _SHOWN]
-    return [verdict.job.name, str(verdict.job.world_size), *cells, "PASS" if verdict.passes else "FAIL"]
-
-
-def _explained(verdict: Verdict) -> list[str]:
-    if verdict.reason:
-        return [f"\n{verdict.job.name}: {verdict.reason}"]
-    return [
-        f"{f'{verdict.job.name}: ' if not index else '  '}{finding.kind}, step {finding.step}: {finding.text}"
-        for index, finding in enumerate(verdict.findings)
-    ]

@@ -149,7 +149,14 @@ class Proof:
             self._console.print(f"{job.name}: {len(run)} steps on {job.world_size} process(es)")
             return run
         if code or not len(run):
-            reason = f"ended with code {code} after {len(run)} of {steps or 'all'} steps{_last_line(log, script)}"
+            reason = f"ended with code {code} after {len(run)} of {steps or 'all'} steps"
+            text = log.read_text(encoding="utf-8", errors="replace")
+            lines = [line.strip() for line in text.splitlines()]
+            if errors := [line for line in lines if "Error" in line] or lines:
+                reason += f": {errors[-1]}"
+            # the script's line that led to the error
+            if called := re.findall(rf'File "[^"]*{re.escape(script.name)}", line (\d+)', text):
+                reason += f", at {script.name}:{called[-1]}"
         else:
             reason = f"ended by itself after {len(run)} of {steps} steps (--steps {len(run)} judges those)"
         reason += f", see {log}"
@@ -266,12 +273,3 @@ def certificate(proof: Proof, verdicts: Sequence[Verdict], nothing: str) -> dict
             *(() if proof.resume is not None else ("checkpoints",)),
         ],
     }
-
-
-def _last_line(log: Path, script: Path) -> str:
-    """Return the error of a log, and the script's line that led to it."""
-    text = log.read_text(encoding="utf-8", errors="replace")
-    lines = [line.strip() for line in text.splitlines()]
-    errors = [line for line in lines if "Error" in line] or lines
-    called = re.findall(rf'File "[^"]*{re.escape(script.name)}", line (\d+)', text)
-    return (f": {errors[-1]}" if errors else "") + (f", at {script.name}:{called[-1]}" if called else "")

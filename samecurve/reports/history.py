@@ -114,18 +114,15 @@ class History:
                 self.totals[name] = self.totals.get(name, 0) + sum(values)
                 self.ends[name] = (self.ends[name][0] if name in self.ends else values[0], values[-1])
             if name in SMOOTHED:
-                points = _extremes(here, self._smooth(name, values)) if values else [(steps[0], None)]
+                (average, weight), new = self._averages[name], 1 / self.window
+                means = []
+                for value in values:
+                    average += new * (value - average)
+                    weight += new * (1 - weight)
+                    means.append(average / weight)
+                self._averages[name] = average, weight
+                points = _extremes(here, means) if means else [(steps[0], None)]
                 self.smoothed.setdefault(name, []).extend(points)
-
-    def _smooth(self, name: str, values: Iterable[float]) -> list[float]:
-        (average, weight), new = self._averages[name], 1 / self.window
-        means = []
-        for value in values:
-            average += new * (value - average)
-            weight += new * (1 - weight)
-            means.append(average / weight)
-        self._averages[name] = average, weight
-        return means
 
 
 def _extremes(steps: Sequence[int], values: Sequence[float]) -> list[Point]:

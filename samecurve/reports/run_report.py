@@ -56,28 +56,23 @@ _NOTE = (
 def render_run_page(runs: Sequence[Run]) -> str:
     title = " and ".join(run.name for run in runs)
     colours = "\n".join(f".name{index} {{ color: {colour} }}" for index, colour in enumerate(COLOURS))
-    return html_document(title, f"{_STYLE}{colours}\n", _parts(runs))
-
-
-def _parts(runs: Sequence[Run]) -> Iterator[str]:
-    for index, run in enumerate(runs):
-        yield _introduction(run, index, len(runs) > 1)
+    page = [_introduction(run, index, len(runs) > 1) for index, run in enumerate(runs)]
     distance = Distance(*runs) if len(runs) == 2 else None
-    yield from _curves(runs, distance)
+    page += _curves(runs, distance)
     for index, run in enumerate(runs):
-        yield from _samples(run, _of(index, runs))
-    yield "<h2>Results</h2>"
-    yield _side_by_side([results(run) for run in runs])
+        page += _samples(run, _of(index, runs))
+    page += ["<h2>Results</h2>", _side_by_side([results(run) for run in runs])]
     if distance:
-        yield from _differences(*runs, distance=distance)
+        page += _differences(*runs, distance=distance)
     for index, run in enumerate(runs):
-        yield f"<h2>Sessions{_of(index, runs)}</h2>\n{_sessions(run)}"
+        page.append(f"<h2>Sessions{_of(index, runs)}</h2>\n{_sessions(run)}")
     known = [parts(run) for run in runs]
     for name in ("environment", "data"):
-        yield _folded(name.capitalize(), _side_by_side([facts[name] for facts in known]))
+        page.append(_folded(name.capitalize(), _side_by_side([facts[name] for facts in known])))
     for index, run in enumerate(runs):
-        yield from _configuration(run, _of(index, runs))
-    yield f'<p class="small">Written {utc_timestamp()}.</p>'
+        page += _configuration(run, _of(index, runs))
+    page.append(f'<p class="small">Written {utc_timestamp()}.</p>')
+    return html_document(title, f"{_STYLE}{colours}\n", page)
 
 
 def _samples(run: Run, of: str) -> Iterator[str]:
@@ -189,7 +184,14 @@ def _plots(runs: Sequence[Run], distance: Distance | None) -> Iterator[tuple[str
     yield "learning rate", plain("learning_rate"), FROM_ZERO
     speed = of_all(lambda history, run, label: noisy(history, "tokens_per_second", run, label))
     yield "tokens per second", speed, FROM_ZERO
-    yield "MFU and HFU, % of the peak", of_all(_utilisation), FROM_ZERO
+    utilisation: list[Series] = []
+    for index, history, label in labelled:
+        mfu, hfu = (times(history, name, 100) for name in ("mfu", "hfu"))
+        if mfu == hfu:  # nothing is recomputed
+            utilisation.append(Series(f"{label}MFU = HFU", mfu, index))
+        else:
+            utilisation += [Series(f"{label}MFU", mfu, index), Series(f"{label}HFU", hfu, index, "dashed")]
+    yield "MFU and HFU, % of the peak", utilisation, FROM_ZERO
     yield "peak memory of rank 0, GiB", plain("peak_memory_gib"), FROM_ZERO
     yield "waiting for data, % of the step", plain("data_wait_fraction", 100), FROM_ZERO
     names = dict.fromkeys(key for run in runs for key in run.history.curves if key.startswith("eval_"))
@@ -225,13 +227,6 @@ class Distance:
         curves = History(records(), max(first.history.num_steps, second.history.num_steps)).curves
         is_logarithmic = self.largest >= LOGARITHMIC_FROM * smallest
         self.points = curves.get("distance" if is_logarithmic else "with_zero", [])
-
-
-def _utilisation(history: History, run: int, label: str) -> list[Series]:
-    mfu, hfu = (times(history, name, 100) for name in ("mfu", "hfu"))
-    if mfu == hfu:  # nothing is recomputed
-        return [Series(f"{label}MFU = HFU", mfu, run)]
-    return [Series(f"{label}MFU", mfu, run), Series(f"{label}HFU", hfu, run, "dashed")]
 
 
 def _sessions(run: Run) -> str:

@@ -65,12 +65,32 @@ def results(run: Run) -> dict[str, str]:
     rows = {"state": run.status.get("state", NOT_KNOWN), "steps": steps, "sessions": f"{len(run.known)}"}
     if history.num_damaged:
         rows["damaged lines of metrics.jsonl"] = f"{history.num_damaged}, left out"
-    rows |= dict(_learned(history))
+    if "loss" in history.ends:
+        rows["loss, first to last step"] = "{:.4f} to {:.4f}".format(*history.ends["loss"])
+    if lowest := history.lowest("eval_loss"):
+        rows["held-out loss, first to last"] = "{:.4f} to {:.4f}".format(*history.ends["eval_loss"])
+        rows["held-out loss, lowest"] = f"{lowest[0]:.4f} (step {lowest[1]:,})"
+    for name, value in history.evaluations.last.items():
+        if name.startswith("eval_") and name != "eval_loss":
+            label = f"held-out {spaced(name.removeprefix('eval_'))}, last"
+            rows[label] = NOT_KNOWN if value is None else number(value)
     if history.last:
         seconds, saved = (history.totals.get(name, 0) for name in ("step_seconds", "save_stall_seconds"))
         rows["tokens"] = number(history.totals.get("tokens", 0))
         rows["time in steps"] = duration(seconds)
-        rows |= dict(_speed(history))
+        # medians, which the slow first step of a session does not affect
+        for name, label, shown in (
+            ("tokens_per_second", "tokens per second", "{:,.0f}"),
+            ("tflops_per_device", "TFLOP/s per device", "{:,.3g}"),
+            ("mfu", "MFU", "{:.2%}"),
+            ("hfu", "HFU", "{:.2%}"),
+        ):
+            values = history.values(name)
+            rows[f"{label}, median step"] = shown.format(statistics.median(values)) if values else NOT_KNOWN
+        memory = [value for _, value in history.curves.get("peak_memory_gib", ()) if value is not None]
+        waits = history.values("data_wait_fraction")
+        rows["peak memory, rank 0"] = f"{max(memory):.2f} GiB" if memory else NOT_KNOWN
+        rows["waiting for data, median step"] = f"{statistics.median(waits):.2%}" if waits else NOT_KNOWN
         foreseen = of_session(run.facts, run.history.session)  # {} where no prediction is shown
         rows |= {f"{name}, median" if name == "step" else name: text for name, text in foreseen.items()}
         rows |= {"prediction": run.facts["predicted"]["basis"]} if foreseen else {}
@@ -79,33 +99,6 @@ def results(run: Run) -> dict[str, str]:
             rows["recompilations"] = f"{number(history.last['recompilations'])} (torch.compile, rank 0)"
         rows["waiting for checkpoints"] = f"{saved:,.2f} s ({saved / max(seconds + saved, 1e-9):.1%})"
     return rows
-
-
-def _learned(history: History) -> Iterator[tuple[str, str]]:
-    if "loss" in history.ends:
-        yield "loss, first to last step", "{:.4f} to {:.4f}".format(*history.ends["loss"])
-    if lowest := history.lowest("eval_loss"):
-        yield "held-out loss, first to last", "{:.4f} to {:.4f}".format(*history.ends["eval_loss"])
-        yield "held-out loss, lowest", f"{lowest[0]:.4f} (step {lowest[1]:,})"
-    for name, value in history.evaluations.last.items():
-        if name.startswith("eval_") and name != "eval_loss":
-            yield f"held-out {spaced(name.removeprefix('eval_'))}, last", NOT_KNOWN if value is None else number(value)
-
-
-def _speed(history: History) -> Iterator[tuple[str, str]]:
-    """Yield throughput as medians, which the slow first step of a session does not affect."""
-    for name, label, shown in (
-        ("tokens_per_second", "tokens per second", "{:,.0f}"),
-        ("tflops_per_device", "TFLOP/s per device", "{:,.3g}"),
-        ("mfu", "MFU", "{:.2%}"),
-        ("hfu", "HFU", "{:.2%}"),
-    ):
-        values = history.values(name)
-        yield f"{label}, median step", shown.format(statistics.median(values)) if values else NOT_KNOWN
-    memory = [value for _, value in history.curves.get("peak_memory_gib", ()) if value is not None]
-    waits = history.values("data_wait_fraction")
-    yield "peak memory, rank 0", f"{max(memory):.2f} GiB" if memory else NOT_KNOWN
-    yield "waiting for data, median step", f"{statistics.median(waits):.2%}" if waits else NOT_KNOWN
 
 
 def parts(run: Run) -> dict[str, dict[str, str]]:

@@ -139,22 +139,18 @@ class Profiler:
                 self._around.progress()
                 if torch.cuda.is_available():
                     torch.cuda.memory._dump_snapshot(str(self._folder / f"{self._name}.memory.pickle"))
-            self._summarise(path)
+            if self._summary:
+                summarised, held = breakdown(read_trace(path)), self._around.memory_usage()
+                self._around.progress()
+                summary = self._around.folder / f"{self._summary}.txt"
+                write_json(summary.with_suffix(".json"), summary_values(summarised, held, self._around.rank))
+                write_text(summary, render_summary(summarised, held, self._around.rank))
+                for line in summary_lines(summarised):
+                    self._around.log(line)
+                self._around.log(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")
         except Exception as error:  # a failed profile must not end the run
             text = error if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
             self._around.log(f"profile.steps: {text}; the profile is incomplete")
         finally:  # otherwise memory history would be recorded until the run ends
             if torch.cuda.is_available():
                 torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _summarise(self, path: Path) -> None:
-        if not self._summary:
-            return
-        profile, held = breakdown(read_trace(path)), self._around.memory_usage()
-        self._around.progress()
-        summary = self._around.folder / f"{self._summary}.txt"
-        write_json(summary.with_suffix(".json"), summary_values(profile, held, self._around.rank))
-        write_text(summary, render_summary(profile, held, self._around.rank))
-        for line in summary_lines(profile):
-            self._around.log(line)
-        self._around.log(f"traces in {self._folder} (for ui.perfetto.dev or TensorBoard), summary in {summary}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -70,10 +70,16 @@ def summary_lines(breakdown: Breakdown) -> Iterator[str]:
 
 
 def render_summary(breakdown: Breakdown, held: MemoryUsage, rank: int) -> str:
-    parts = [_time(breakdown, rank)]
+    usage = [("memory of this rank", "MiB")]
+    usage += [(_MEMORY[name], _mib(size)) for name, size in memory(breakdown, held).items()]
+    operators = [("operators, by their own time", "share", "calls per step", "kind of work")]
+    for operator in breakdown.operators[:NUM_OPERATORS]:
+        share, calls = operator.seconds / breakdown.total_seconds, operator.calls / len(breakdown.steps)
+        operators.append((operator.name[:60], f"{share:.1%}", f"{calls:,.1f}", operator.kind))
+    parts: list[Iterable[str]] = [_time(breakdown, rank)]
     parts += [_waiting(breakdown.waiting, len(breakdown.steps))] if breakdown.waiting else []
-    parts += [_memory(breakdown, held), _collectives(breakdown)]
-    return "\n".join(line for part in [*parts, _top(breakdown)] for line in [*part, ""])
+    parts += [[aligned(usage)], _collectives(breakdown), [aligned(operators)]]
+    return "\n".join(line for part in parts for line in [*part, ""])
 
 
 def memory(breakdown: Breakdown, held: MemoryUsage) -> dict[str, int]:
@@ -121,12 +127,6 @@ def _waiting(waiting: Waiting, num_steps: int) -> Iterator[str]:
     yield "The schedule's share of waiting assumes stages that take equally long and messages that take no time."
 
 
-def _memory(breakdown: Breakdown, held: MemoryUsage) -> Iterator[str]:
-    rows = [("memory of this rank", "MiB")]
-    rows += [(_MEMORY[name], _mib(size)) for name, size in memory(breakdown, held).items()]
-    yield aligned(rows)
-
-
 def _collectives(breakdown: Breakdown) -> Iterator[str]:
     if not breakdown.collectives:
         yield "No collectives: one process."
@@ -150,14 +150,6 @@ def _communication(communication: Communication, num_steps: int) -> tuple[str, .
     hidden = f"{communication.hidden_seconds / communication.seconds:.0%}" if communication.seconds else "-"
     ms = (f"{1000 * value / num_steps:,.2f}" for value in seconds)
     return f"{communication.calls / num_steps:,.1f}", _mib(communication.num_bytes / num_steps), *ms, hidden
-
-
-def _top(breakdown: Breakdown) -> Iterator[str]:
-    rows = [("operators, by their own time", "share", "calls per step", "kind of work")]
-    for operator in breakdown.operators[:NUM_OPERATORS]:
-        calls = f"{operator.calls / len(breakdown.steps):,.1f}"
-        rows.append((operator.name[:60], f"{operator.seconds / breakdown.total_seconds:.1%}", calls, operator.kind))
-    yield aligned(rows)
 
 
 def _steps(breakdown: Breakdown) -> str:

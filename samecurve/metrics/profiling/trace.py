@@ -105,7 +105,12 @@ def breakdown(events: Sequence[dict]) -> Breakdown:
     steps = [event for event in whole if event["name"].startswith(STEP) and event.get("cat") == "user_annotation"]
     if not steps:
         raise ValueError(f"the trace has no {STEP} range, so no step was recorded")
-    threads = _by_thread(event for event in whole if event.get("cat") in ("cpu_op", "user_annotation"))
+    threads: dict[tuple, list[dict]] = defaultdict(list)
+    for event in whole:
+        if event.get("cat") in ("cpu_op", "user_annotation"):
+            threads[_thread(event)].append(event)
+    for nested in threads.values():  # callers before callees
+        nested.sort(key=lambda event: (start_of(event), -float(event["dur"])))
     spans = {thread: list(_innermost(nested)) for thread, nested in threads.items()}
     main = spans[_thread(steps[0])]
     launched = [event for event in whole if event.get("cat") in _DEVICE_WORK]
@@ -138,16 +143,6 @@ def _thread(event: dict) -> tuple:
     return event["pid"], event["tid"]
 
 
-def _by_thread(events: Iterable[dict]) -> dict[tuple, list[dict]]:
-    """Group the events by thread, callers before callees."""
-    threads = defaultdict(list)
-    for event in events:
-        threads[_thread(event)].append(event)
-    for events_of_thread in threads.values():
-        events_of_thread.sort(key=lambda event: (start_of(event), -float(event["dur"])))
-    return threads
-
-
 def _innermost(events: list[dict]) -> Iterator[Span]:
     """Split one thread's time where the innermost operator changes; time without work is left out.
 
@@ -171,18 +166,12 @@ def _innermost(events: list[dict]) -> Iterator[Span]:
 
     for event in events:
         yield from passed(start_of(event))
-        event["work"] = _work(event, stack[-1]["work"] if stack else None)
+        outer = stack[-1]["work"] if stack else None
+        event["work"] = outer if outer is not None and outer.claims else listed(event["name"])
+        if event["work"] is None and event["cat"] == "cpu_op" and _COMPUTES.search(event["name"]):
+            event["work"] = outer or OperatorClass("elementwise")
         stack.append(event)
     yield from passed(float("inf"))
-
-
-def _work(event: dict, outer: OperatorClass | None) -> OperatorClass | None:
-    if outer is not None and outer.claims:
-        return outer
-    kind = listed(event["name"])
-    if kind is None and event["cat"] == "cpu_op" and _COMPUTES.search(event["name"]):
-        kind = outer or OperatorClass("elementwise")
-    return kind
 
 
 def _launched(kernels: list[dict], threads: dict[tuple, list[dict]]) -> list[Span]:
