@@ -7,10 +7,10 @@ ones too, and all persistent buffers. What an optimizer keeps is read off the li
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import accelerate
 import torch
@@ -24,7 +24,7 @@ from samecurve.accelerator import deepspeed_introspection
 from samecurve.accelerator.sharded_state import DTensorShards, Zero3Shards, Zero12Shards, working_partition
 from samecurve.errors import CheckpointError
 from samecurve.interfaces.region import Region
-from samecurve.interfaces.sharded_state import WEIGHT, Kinds, ShardRange, State, Visit
+from samecurve.interfaces.sharded_state import WEIGHT, Kinds, SavedState, ShardRange, Visit
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _EXACT = (torch.float32, torch.bfloat16, torch.float16)  # of which the file's fp32 keeps every value
@@ -88,7 +88,7 @@ class PreparedState:
     """
 
     factors: dict[str, tuple[int, ...]] = {}
-    codes: tuple = ()
+    codes: Container[tuple[str, str]] = ()
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class PreparedState:
         shard: tuple[int, int] | None = None,
     ):
         self._accelerator, self._saved = accelerator, saved
-        self.state = cast(State, self)  # without `masters` and `replicas`, which checkpoints do not need
+        self.state: SavedState = self
         self.device: torch.device = accelerator.device
         self.shard = shard or (accelerator.process_index, accelerator.num_processes)
         self.parameters: dict[str, Any] = {}
@@ -179,7 +179,7 @@ class PreparedState:
         """The largest step count in an optimizer; 0 for one that counts none."""
         return int(max((state["scalars"].get("step", [0])[0] for state in self.states.values()), default=0))
 
-    def _build_parts(self) -> list[State]:
+    def _build_parts(self) -> list[SavedState]:
         kinds = {name: tuple(state["kinds"]) for name, state in self.states.items()}
         if self._saved is not None:
             wanted = {name: tuple(self._saved.get(name, {}).get("kinds", ())) for name in self._slots}

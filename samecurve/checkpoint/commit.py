@@ -212,7 +212,16 @@ def _finish(fs: FileSystem, partial: Path, content: Content, wrote: list) -> Non
     with storage_errors(partial):
         records = [record for records, _ in wrote for record in records]
         for record in records:
-            _check_visible(fs, partial, record)
+            path = partial / record.name
+            try:
+                seen = f"{fs.size(path)} bytes"
+            except FileNotFoundError:
+                seen = "no such file"
+            if seen != f"{record.size} bytes":
+                raise StorageError(
+                    f"{path}: {record.size} bytes were written and rank 0 sees {seen}; output_dir has to be the same "
+                    "folder on all machines"
+                )
         small_files = content.small_files([note for _, note in wrote])
         records += [_write_small(fs, partial / name, data) for name, data in small_files.items()]
         assert len({record.name for record in records}) == len(records), f"two files of one name: {records}"
@@ -223,19 +232,6 @@ def _finish(fs: FileSystem, partial: Path, content: Content, wrote: list) -> Non
         _write_marker(fs, partial, digest)
         fs.sync_folder(partial)
         _publish(fs, partial, partial.with_name(content.folder))
-
-
-def _check_visible(fs: FileSystem, partial: Path, record: FileRecord) -> None:
-    path = partial / record.name
-    try:
-        seen = f"{fs.size(path)} bytes"
-    except FileNotFoundError:
-        seen = "no such file"
-    if seen != f"{record.size} bytes":
-        raise StorageError(
-            f"{path}: {record.size} bytes were written and rank 0 sees {seen}; output_dir has to be the same folder on "
-            "all machines"
-        )
 
 
 def _write_marker(fs: FileSystem, folder: Path, digest: str) -> None:

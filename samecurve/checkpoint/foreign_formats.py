@@ -137,31 +137,27 @@ def read_foreign(path: Path, names: Names, model: PreTrainedModel) -> ForeignChe
 
 def _read_files(checkpoint: ForeignCheckpoint, names: Names, model: PreTrainedModel) -> None:
     folder = checkpoint.folder
+    adapter = folder / "adapter_model.safetensors"
+    pickled = [path for name in ("pytorch_model.bin", f"{_FSDP_WEIGHTS}.bin") if (path := folder / name).is_file()]
     try:
-        checkpoint.weights = _file_weights(checkpoint, names, model)
+        if pickled and not any(folder.glob("*.safetensors")):
+            tensors = load_pickle(pickled[0])
+            checkpoint.weights = {name: tensors[key] for name, key in keys_of(folder, tensors, names).items()}
+        elif checkpoint.format == "transformers.Trainer" and not adapter.is_file():
+            # save_pretrained stores some families in another layout than the model's
+            pretrained = Pretrained(model, model, str(folder))
+            pretrained.check({*names.shapes}, set())
+            checkpoint.weights = dict(pretrained.tensors({*names.shapes}, set()))
+        else:
+            stored = header(adapter) if adapter.is_file() else weight_files(str(folder))
+            keys = keys_of(folder, stored, names)
+            tensors = read(stored, keys.values())
+            checkpoint.weights = {name: tensors[key] for name, key in keys.items()}
     except ConfigurationError as error:
         raise CheckpointError(f"{folder}: its weights cannot be used: {error}") from error
     for path in (folder / "optimizer.pt", folder / "optimizer.bin"):
         if path.is_file():
             take_optimizer(checkpoint, names, load_pickle(path))
-
-
-def _file_weights(checkpoint: ForeignCheckpoint, names: Names, model: PreTrainedModel) -> dict[str, Tensor]:
-    folder = checkpoint.folder
-    adapter = folder / "adapter_model.safetensors"
-    pickled = [path for name in ("pytorch_model.bin", f"{_FSDP_WEIGHTS}.bin") if (path := folder / name).is_file()]
-    if pickled and not any(folder.glob("*.safetensors")):
-        tensors = load_pickle(pickled[0])
-        return {name: tensors[key] for name, key in keys_of(folder, tensors, names).items()}
-    if checkpoint.format == "transformers.Trainer" and not adapter.is_file():
-        # save_pretrained stores some families in another layout than the model's
-        pretrained = Pretrained(model, model, str(folder))
-        pretrained.check({*names.shapes}, set())
-        return dict(pretrained.tensors({*names.shapes}, set()))
-    stored = header(adapter) if adapter.is_file() else weight_files(str(folder))
-    keys = keys_of(folder, stored, names)
-    tensors = read(stored, keys.values())
-    return {name: tensors[key] for name, key in keys.items()}
 
 
 # --- torch.distributed.checkpoint
@@ -271,7 +267,12 @@ def _read_zero(checkpoint: ForeignCheckpoint, names: Names) -> None:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     classes = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
-    folder = _zero_folder(checkpoint.folder)
+    folder = checkpoint.folder
+    latest = folder / "latest"
+    name = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    if Path(name).name != name:
+        raise CheckpointError(f"{latest}: found {name!r:.80}, but it must be the name of a folder beside it")
+    folder /= name if name or any(folder.glob("*_model_states.pt")) else "pytorch_model"
     ranks = [load_pickle(path, *classes) for path in _by_rank(folder, "*_optim_states.pt")]
     model = load_pickle(_by_rank(folder, "*_model_states.pt")[0], *classes)
     optimizers = [rank["optimizer_state_dict"] for rank in ranks]
@@ -298,16 +299,6 @@ def _read_zero(checkpoint: ForeignCheckpoint, names: Names) -> None:
     keys = keys_of(folder, weights, names)
     checkpoint.weights = {name: weights[key] for name, key in keys.items()}
     take_states(checkpoint, {name: per_name[key] for name, key in keys.items()}, groups)
-
-
-def _zero_folder(folder: Path) -> Path:
-    latest = folder / "latest"
-    name = latest.read_text(errors="replace").strip() if latest.is_file() else ""
-    if Path(name).name != name:
-        raise CheckpointError(f"{latest}: found {name!r:.80}, but it must be the name of a folder beside it")
-    if name or any(folder.glob("*_model_states.pt")):
-        return folder / name
-    return folder / "pytorch_model"
 
 
 def _by_rank(folder: Path, pattern: str) -> list[Path]:

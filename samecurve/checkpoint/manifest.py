@@ -6,7 +6,7 @@ import errno
 import hashlib
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from samecurve.storage.filesystem import FileSystem
 from samecurve.storage.records import parse
@@ -113,7 +113,16 @@ def read_manifest(fs: FileSystem, folder: Path) -> tuple[str, list[FileRecord]]:
         raise DamagedManifest(
             MANIFEST, "integers step and world_size, a list files", f"{step!r}, {world_size!r}, {items!r:.40}"
         )
-    files = [_record(item) for item in items]
+    files = []
+    for item in items:
+        match item:
+            # int(size) also matches JSON's true and false
+            case {"name": str(name), "size": int(size), "sha256": str(sha256)} if not isinstance(size, bool):
+                files.append(FileRecord(name, size, sha256))
+            case _:
+                raise DamagedManifest(MANIFEST, "files with name, size and sha256", f"{item!r:.80}")
+        if name in ("", ".", "..") or any(character in name for character in "/\\:\0"):
+            raise DamagedManifest(MANIFEST, "names of files in this folder", repr(name))
     names = {record.name for record in files}
     if not 1 <= world_size <= len(names) or len(names) < len(files):
         raise DamagedManifest(MANIFEST, f"each rank's file once, for world_size {world_size}", f"{len(files)} names")
@@ -123,18 +132,6 @@ def read_manifest(fs: FileSystem, folder: Path) -> tuple[str, list[FileRecord]]:
                 MANIFEST, f"{file_name(rank)}, as world_size is {world_size}", "no such name in the list"
             )
     return digest, files
-
-
-def _record(item: Any) -> FileRecord:
-    match item:
-        # int(size) also matches JSON's true and false
-        case {"name": str(name), "size": int(size), "sha256": str(sha256)} if not isinstance(size, bool):
-            record = FileRecord(name, size, sha256)
-        case _:
-            raise DamagedManifest(MANIFEST, "files with name, size and sha256", f"{item!r:.80}")
-    if record.name in ("", ".", "..") or any(character in record.name for character in "/\\:\0"):
-        raise DamagedManifest(MANIFEST, "names of files in this folder", repr(record.name))
-    return record
 
 
 def _problem(fs: FileSystem, folder: Path, record: FileRecord, hashes: bool) -> FileDamage | None:

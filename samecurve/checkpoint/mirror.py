@@ -100,7 +100,7 @@ class Mirror:
         for name in committed(self._store):
             if step_of(Path(name)) > step:
                 key = f"{FOLDER}/{name}"
-                # in this order, or a kill in between would leave neither marker, and `_prune` would remove the rest
+                # in this order, or a kill in between would leave neither marker, and `catch_up` would remove the rest
                 self._store.write(f"{key}/{SET_ASIDE}", self._store.read(f"{key}/{MARKER}") or b"")
                 self._store.remove(f"{key}/{MARKER}")
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -156,7 +156,11 @@ class Mirror:
                 self._owner_thread.join()
                 self._sign(live=False)
         except (StorageError, OSError) as error:
-            missing = ", ".join(self._missing_names()) or "records of the run"
+            there = []
+            with contextlib.suppress(StorageError):
+                there = committed(self._store)
+            local = [folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)]
+            missing = ", ".join(name for name in local if name not in there) or "records of the run"
             raise StorageError(
                 f"{self._store.url} lacks {missing}: {error}; the local copy in {self._run} is complete; run the "
                 "same command again to upload the rest"
@@ -178,7 +182,13 @@ class Mirror:
                 self.uploading = ""
         self._check_owner()
         self._upload_records(RECORDS)
-        self._prune()
+        kept = {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}
+        kept |= set(committed(self._store)[: self._keep])
+        for name in set(step_names(self._store)) - kept:
+            if SET_ASIDE not in self._store.folders(f"{FOLDER}/{name}"):
+                remove_checkpoint(self._store, name)
+        with contextlib.suppress(StorageError):  # no permission to list them: a lifecycle rule of the bucket does it
+            self._store.abort_uploads()
 
     def _work(self) -> None:
         while not self._ending:
@@ -203,14 +213,6 @@ class Mirror:
                     return folder
         return None
 
-    def _missing_names(self) -> list[str]:
-        try:
-            there = committed(self._store)
-        except StorageError:
-            there = []
-        names = [folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)]
-        return [name for name in names if name not in there]
-
     def _upload_records(self, names: Sequence[str]) -> None:
         for path in local_files(self._run, names):
             if path.name.startswith("."):
@@ -222,15 +224,6 @@ class Mirror:
                 if self._uploaded.get(key) != state:
                     self._store.upload(path, key)
                     self._uploaded[key] = state
-
-    def _prune(self) -> None:
-        kept = {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}
-        kept |= set(committed(self._store)[: self._keep])
-        for name in set(step_names(self._store)) - kept:
-            if SET_ASIDE not in self._store.folders(f"{FOLDER}/{name}"):
-                remove_checkpoint(self._store, name)
-        with contextlib.suppress(StorageError):  # no permission to list them: a lifecycle rule of the bucket does it
-            self._store.abort_uploads()
 
 
 def upload_checkpoint(store: ObjectStore, folder: Path, check: Callable[[], None] = lambda: None) -> None:

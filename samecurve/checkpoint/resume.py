@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from samecurve.checkpoint.manifest import (
     STEPS,
     DamagedManifest,
-    FileRecord,
     check_records,
     list_checkpoints,
     marked_digest,
@@ -131,25 +130,23 @@ class CheckpointSelector:
             shares = [(digest, records[rank :: self._world.size]) for rank in range(self._world.size)]
         digest, share = self._world.scatter(shares)
         if digest:
-            problems += self._check_share(folder, digest, share)
+            try:
+                fault_point("load.verify")
+                # If hosts had folders of their own, each copy could be whole and yet be of another step or have other
+                # weights: the first rank of each host compares what it sees with rank 0.
+                is_first = os.environ.get("LOCAL_RANK", "0") == "0" and not self._world.is_main
+                if is_first and marked_digest(self._files, folder) != digest:
+                    problems = [
+                        "manifest.json differs between machines; output_dir has to be the same folder on all machines"
+                    ]
+                else:
+                    problems = [str(damage) for damage in check_records(self._files, folder, share)]
+            except DamagedManifest as error:
+                problems = [f"{error.damage}; output_dir has to be the same folder on all machines"]
+            except OSError as error:  # not raised here: the other ranks wait in `conclude`
+                problems = [str(error)]
         problems = self._world.conclude(problems, lambda of_all: sorted(set().union(*of_all)))
         return problems or self._world.on_main(lambda: state_problems(folder))
-
-    def _check_share(self, folder: Path, digest: str, share: list[FileRecord]) -> list[str]:
-        """Check this rank's files. The first rank of each host also checks that it sees the same folder as rank 0.
-
-        If hosts had folders of their own, each copy could be whole and yet be of another step or have other weights.
-        """
-        try:
-            fault_point("load.verify")
-            is_first = os.environ.get("LOCAL_RANK", "0") == "0" and not self._world.is_main
-            if is_first and marked_digest(self._files, folder) != digest:
-                return ["manifest.json differs between machines; output_dir has to be the same folder on all machines"]
-            return [str(damage) for damage in check_records(self._files, folder, share)]
-        except DamagedManifest as error:
-            return [f"{error.damage}; output_dir has to be the same folder on all machines"]
-        except OSError as error:  # not raised here: the other ranks wait in `conclude`
-            return [str(error)]
 
     def _check_changes(self, folder: Path, facts: dict) -> None:
         saved = self._world.on_main(lambda: read_state(folder))
@@ -215,7 +212,10 @@ def refusals(saved: dict, now: dict) -> list[str]:
     of_rows = [text for key, text, _ in recipe_changes if key.startswith(_OF_ROWS) and key not in SILENT]
     for key, text, _ in _differences(saved["data"], now["data"]):
         # of the rows only a hash is known, which nobody can read
-        causes = ", ".join(of_rows) or f"the content of {_data(now)}, or of the tokenizer, has changed"
+        source = now["recipe"].get("data", {})
+        mixed = ", ".join(part["path"] for part in source.get("mixture") or ())
+        named = source.get("path") or source.get("source") or mixed or "the data"
+        causes = ", ".join(of_rows) or f"the content of {named}, or of the tokenizer, has changed"
         reasons.append(f"other rows: {causes}" if key == "rows" else f"data, changed since the checkpoint: {text}")
     before, after = ({"adapter": facts.get("adapter")} for facts in (saved, now))
     path = now["recipe"].get("model", {}).get("path")
@@ -248,13 +248,6 @@ def without_effect(saved: dict, now: dict) -> list[str]:
     recipe_changes = _differences(saved["recipe"], now["recipe"])
     known = ((key, text) for key, text, was_known in recipe_changes if was_known)
     return [text.replace(":", "", 1) for key, text in known if key not in used and not key.startswith("export.")]
-
-
-def _data(facts: dict) -> str:
-    """Name the training data of a recipe."""
-    data = facts["recipe"].get("data", {})
-    mixed = ", ".join(source["path"] for source in data.get("mixture") or ())
-    return data.get("path") or data.get("source") or mixed or "the data"
 
 
 def changes(saved: dict, now: dict) -> list[str]:

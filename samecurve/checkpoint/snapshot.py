@@ -70,18 +70,13 @@ class Snapshot:
         entries = self._entries()
         entries += [Entry(key, tensor.numel(), tensor.dtype) for key, tensor in self._whole.items()]
         if not copy:
-            return entries, _checked(entries, self._live())
+            return entries, _checked(entries, self._values())
         kept = self.host_copy = self.host_copy or HostCopy(self._values())
         for index, value in enumerate(self._values()):
             kept.keep(index, value)
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # the copies to pinned memory are asynchronous
         return entries, _checked(entries, (kept.read(index) for index in range(len(entries))))
-
-    def _live(self) -> Generator[Tensor, None, None]:
-        with closing(self._values()) as values:
-            for value in values:
-                yield value.to("cpu")
 
     def _values(self) -> Generator[Tensor, None, None]:
         with closing(self._engine.state.visit()) as visited:
@@ -109,12 +104,13 @@ class Snapshot:
 
 
 def _checked(entries: list[Entry], values: Generator[Tensor, None, None]) -> Generator[Tensor]:
-    """Yield each value in its entry's dtype while it is written, and raise NumericError if one is not finite.
+    """Yield each value on the CPU, in its entry's dtype, and raise NumericError if one is not finite.
 
     Otherwise a checkpoint with NaN would pass every verification from then on.
     """
     with closing(values):
-        for entry, value in zip(entries, values, strict=True):
+        for entry, live in zip(entries, values, strict=True):
+            value = live.to("cpu")
             if value.is_floating_point() and not entry.key.startswith(WHOLE) and not torch.isfinite(value).all():
                 raise NumericError(f"{entry.key} holds values that are not finite")
             yield value.to(entry.dtype)

@@ -91,8 +91,24 @@ def affinity_advice(seats: Sequence[CpuBinding | None]) -> str:
     hosts: dict[str, list[CpuBinding]] = defaultdict(list)
     for seat in filter(None, seats):
         hosts[seat.machine].append(seat)
-    shared = (local for local in hosts.values() if len(local) > 1)
-    return next(filter(None, (_crossing(local) or _crowded(local) for local in shared)), "")
+    for local in hosts.values():
+        wide = [one for one in local if one.num_nodes > 1]
+        crossing = [one for one in wide if any(one is not other and one.cores & other.cores for other in local)]
+        if crossing:
+            num_cores, num_nodes = len(crossing[0].cores), crossing[0].num_nodes
+            return (
+                f"{len(crossing)} processes on {crossing[0].host} may all run on the same {num_cores} cores of "
+                f"{num_nodes} NUMA nodes, far from their memory and in each other's way; bind them: deepspeed "
+                "--bind_cores_to_rank (which needs numactl)"
+            )
+        cores, threads = len(frozenset().union(*(one.cores for one in local))), sum(one.threads for one in local)
+        # Processes with a single thread have no threads to give up.
+        if len(local) > 1 and threads > cores and any(one.threads > 1 for one in local):
+            return (
+                f"{len(local)} processes on {local[0].host} compute with {threads} threads in all on {cores} cores, so "
+                f"they wait for each other; start them with OMP_NUM_THREADS={max(1, cores // len(local))}"
+            )
+    return ""
 
 
 def load_advice(seat: CpuBinding | None, load: float) -> str:
@@ -110,29 +126,6 @@ def load_advice(seat: CpuBinding | None, load: float) -> str:
     return (
         f"other programs are busy on this machine (load {load:.1f} on {cores} cores) while this run computes with "
         f"{seat.threads} threads that wait for each other; OMP_NUM_THREADS=1 may be several times faster"
-    )
-
-
-def _crossing(local: Sequence[CpuBinding]) -> str:
-    wide = [one for one in local if one.num_nodes > 1]
-    crossing = [one for one in wide if any(one is not other and one.cores & other.cores for other in local)]
-    if not crossing:
-        return ""
-    cores, nodes = len(crossing[0].cores), crossing[0].num_nodes
-    return (
-        f"{len(crossing)} processes on {crossing[0].host} may all run on the same {cores} cores of {nodes} NUMA nodes, "
-        "far from their memory and in each other's way; bind them: deepspeed --bind_cores_to_rank (which needs numactl)"
-    )
-
-
-def _crowded(local: Sequence[CpuBinding]) -> str:
-    # Processes with a single thread have no threads to give up.
-    cores, threads = len(frozenset().union(*(one.cores for one in local))), sum(one.threads for one in local)
-    if threads <= cores or all(one.threads == 1 for one in local):
-        return ""
-    return (
-        f"{len(local)} processes on {local[0].host} compute with {threads} threads in all on {cores} cores, so they "
-        f"wait for each other; start them with OMP_NUM_THREADS={max(1, cores // len(local))}"
     )
 
 

@@ -204,12 +204,12 @@ class ControlGroup:
         if not self.is_main:
             dist.send_object_list([value], dst=0, group=self._group)
             return []
-        return [value, *map(self._receive, range(1, self.size))]
-
-    def _receive(self, rank: int) -> Any:
-        values: list[Any] = [None]
-        dist.recv_object_list(values, src=rank, group=self._group)
-        return values[0]
+        values = [value]
+        for rank in range(1, self.size):
+            received: list[Any] = [None]
+            dist.recv_object_list(received, src=rank, group=self._group)
+            values += received
+        return values
 
 
 class StopVote:

@@ -18,7 +18,7 @@ from samecurve.strategy.parallel_dims import DIMENSIONS, ParallelDims
 
 if TYPE_CHECKING:
     from samecurve.data.micro_batch import MicroBatch
-    from samecurve.interfaces.sharded_state import State
+    from samecurve.interfaces.sharded_state import SavedState, State
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,12 @@ class Saved(Protocol):
     Attributes:
         shapes: full shape of every parameter that is saved, by name; of an Engine the trained ones.
         device: the device that this rank computes on.
-        state: this rank's shards of weights and optimizer state.
     """
+
+    @property
+    def state(self) -> SavedState:
+        """This rank's shards of weights and optimizer state."""
+        ...
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -202,11 +206,13 @@ class Saved(Protocol):
 
     shapes: dict[str, torch.Size]
     device: torch.device
-    state: State
 
 
 class Engine(Evaluator, Saved, Protocol):
     """A model with its optimizer under one strategy. Names of `shapes` are those of Hugging Face."""
+
+    @property
+    def state(self) -> State: ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """Run forward, backward and one update over this rank's micro-batches."""

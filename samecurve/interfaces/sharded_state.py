@@ -39,8 +39,8 @@ class Master(NamedTuple):
     shape: tuple[int, ...]
 
 
-class State(Protocol):
-    """This rank's shards of weights and optimizer state.
+class SavedState(Protocol):
+    """What checkpoints read and write: this rank's shards of weights and optimizer state.
 
     Attributes:
         kinds: for each parameter's name WEIGHT and the names of the optimizer states that have the parameter's shape;
@@ -64,14 +64,18 @@ class State(Protocol):
         """
         ...
 
+    def finish(self, updates: int) -> None:
+        """Set the step counter and what the next forward pass reads, after a visit that wrote. Collective."""
+        ...
+
+
+class State(SavedState, Protocol):
+    """An engine's state, of which training reads and writes the weights alone, too."""
+
     def weights(
         self, names: Container[str] | None = None, writing: bool = False
     ) -> Iterator[tuple[ShardRange, Tensor]]:
         """Yield the regions of the weights alone, of some or all names, as `visit` does; makes no optimizer state."""
-        ...
-
-    def finish(self, updates: int) -> None:
-        """Set the optimizer's step counter, and `refresh`, after a visit that wrote. Collective."""
         ...
 
     def refresh(self) -> None:

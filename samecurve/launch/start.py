@@ -76,7 +76,7 @@ def _over_ssh(host: str, words: list[str]) -> StartedProcess:
 
 def _check(launcher: str, target: Target, away: list[str]) -> None:
     """Raise one error with everything that is in the way."""
-    problems: list[tuple[type[SamecurveError], str]] = [*_programs(launcher, target), *_names(target)]
+    problems = [*_problems_here(launcher, target)]
     if not problems:
         # pdsh logs in to every host of a hostfile, this machine too
         hosts = [host.name for host in target.hosts] if launcher == "deepspeed" and target.nodes > 1 else away
@@ -94,7 +94,8 @@ def _check(launcher: str, target: Target, away: list[str]) -> None:
         raise problems[0][0]("\n".join(["the run cannot be started", *(f"  {text}" for _, text in problems)]))
 
 
-def _programs(launcher: str, target: Target) -> Iterator[tuple[type[SamecurveError], str]]:
+def _problems_here(launcher: str, target: Target) -> Iterator[tuple[type[SamecurveError], str]]:
+    """Yield the programs that are missing on this machine, and the hosts whose names it does not know."""
     wanted = {launcher: INSTALL}
     if launcher == "deepspeed" and target.nodes > 1:
         wanted["pdsh"] = "apt-get install pdsh, on this machine"
@@ -106,9 +107,6 @@ def _programs(launcher: str, target: Target) -> Iterator[tuple[type[SamecurveErr
     for name, fix in wanted.items():
         if not shutil.which(name, path=own_path(dict(os.environ))):
             yield ConfigurationError, f"{name}: not found; {fix}"
-
-
-def _names(target: Target) -> Iterator[tuple[type[SamecurveError], str]]:
     for host in target.hosts if target.named else ():
         try:
             socket.getaddrinfo(host.name, None)

@@ -143,7 +143,14 @@ class Heartbeats:
                 beats = [self._read(rank) for rank in near]
                 self._forget_others(near)
             for beat in beats:
-                self._take(beat)
+                if beat is None or beat.rank == self._own.rank:
+                    continue
+                known = self.peers.get(beat.rank)
+                if known is None and self.is_local(beat) and beat.time < self._since:  # of an earlier session
+                    continue
+                if known is None or known.beat != beat:
+                    now = time.monotonic()
+                    self.peers[beat.rank] = Peer(beat, changed=now, ended=now if beat.state == "failed" else None)
             if self._relay:
                 self._relay.write(self._current(), list(self.peers.values()))
             self.looked = time.monotonic()
@@ -183,15 +190,6 @@ class Heartbeats:
     def _read(self, rank: int) -> Beat | None:
         return read_beat(self.folder / file_name(rank))
 
-    def _take(self, beat: Beat | None) -> None:
-        if beat is None or beat.rank == self._own.rank:
-            return
-        if beat.rank not in self.peers and self.is_local(beat) and beat.time < self._since:  # of an earlier session
-            return
-        if beat.rank not in self.peers or self.peers[beat.rank].beat != beat:
-            now = time.monotonic()
-            self.peers[beat.rank] = Peer(beat, changed=now, ended=now if beat.state == "failed" else None)
-
     def _look_for_processes(self) -> None:
         # a copy: other threads, such as the watchdog's, call `look` at the same time
         for peer in list(self.peers.values()):
@@ -229,7 +227,17 @@ class Relay:
     def read(self) -> list[Beat]:
         """Read the heartbeats of other hosts."""
         if self._rank == 0:
-            beats = [beat for path in self._folder.glob("host_*.json") if path != self._host for beat in self._of(path)]
+            beats = []
+            for path in self._folder.glob("host_*.json"):
+                if path == self._host:
+                    continue
+                content, is_fresh = self._read(path)
+                up = _beats(content, "up")
+                if up and not (is_fresh and up[0].state == "running"):
+                    # the host's first rank has ended or is stuck, and passes on nothing any more
+                    ranks = range(up[0].rank, up[0].rank + content["num_ranks"])
+                    up = [beat for rank in ranks if (beat := read_beat(self._folder / file_name(rank)))]
+                beats += up
         elif self._rank == self._local.start:
             content, is_fresh = self._read(self._folder / WORLD, _WORLD_SCHEMA)
             beats = _beats(content, "beats")
@@ -256,16 +264,6 @@ class Relay:
         """Let all files count as fresh: this process was suspended, and perhaps the others too."""
         now = time.monotonic()
         self._changed = {path: (content, now) for path, (content, _) in self._changed.items()}
-
-    def _of(self, host: Path) -> list[Beat]:
-        content, is_fresh = self._read(host)
-        beats = _beats(content, "up")
-        if not beats or (is_fresh and beats[0].state == "running"):
-            return beats
-        # the host's first rank has ended or is stuck, and passes on nothing any more
-        first = beats[0].rank
-        beats = [read_beat(self._folder / file_name(rank)) for rank in range(first, first + content["num_ranks"])]
-        return [beat for beat in beats if beat]
 
     def _read(self, path: Path, schema: Any = _HOST_SCHEMA) -> tuple[dict, bool]:
         """Return a file's content, {} if there is none yet, and whether it changed lately."""

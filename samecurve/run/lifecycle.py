@@ -162,30 +162,27 @@ class RunSupervisor:
         known = isinstance(error, SamecurveError)
         text = message(error) if known else "".join(traceback.format_exception(error))
         with self._in_time(code_of(error), text, once=isinstance(error, (Preempted, NothingToDo))):
-            return self._failed(error)
-
-    def _failed(self, error: BaseException) -> BaseException:
-        if isinstance(error, (Preempted, NothingToDo)):
+            if isinstance(error, (Preempted, NothingToDo)):
+                self._take_the_end()
+                if isinstance(error, Preempted):
+                    self._write("preempted", str(error), error.exit_code)
+                else:
+                    with contextlib.suppress(SamecurveError):
+                        self._run.accept()
+                self.watchdog.heartbeats.write("finished")
+                return error
+            if isinstance(error, Exception) and not isinstance(error, SamecurveError):
+                error = self._explained(error)
             self._take_the_end()
-            if isinstance(error, Preempted):
-                self._write("preempted", str(error), error.exit_code)
-            else:
-                with contextlib.suppress(SamecurveError):
-                    self._run.accept()
-            self.watchdog.heartbeats.write("finished")
-            return error
-        if isinstance(error, Exception) and not isinstance(error, SamecurveError):
-            error = self._explained(error)
-        self._take_the_end()
-        reason, code = str(error) or type(error).__name__, code_of(error)
-        own, reports = f"rank {self.watchdog.rank}: {reason}", False
-        if isinstance(error, PeerError):
-            if not error.is_reporter:
-                self.watchdog.heartbeats.write("failed", reason, code)
-                error.is_reporter, error.is_reported = self.watchdog.wait_for_report()
-            own, reports = reason, error.is_reporter
-        self._write("failed", reason, code)
-        self.watchdog.heartbeats.write("failed", own, code, reports)
+            reason, code = str(error) or type(error).__name__, code_of(error)
+            own, reports = f"rank {self.watchdog.rank}: {reason}", False
+            if isinstance(error, PeerError):
+                if not error.is_reporter:
+                    self.watchdog.heartbeats.write("failed", reason, code)
+                    error.is_reporter, error.is_reported = self.watchdog.wait_for_report()
+                own, reports = reason, error.is_reporter
+            self._write("failed", reason, code)
+            self.watchdog.heartbeats.write("failed", own, code, reports)
         return error
 
     def _explained(self, error: Exception) -> Exception:

@@ -125,7 +125,15 @@ class RunDirectory:
         self._failures = count_failures(last, last_step(self.path))
         check_repeated_failures(self._failures, last, os.environ)
         self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
-        self._present = self._find_present()
+        # What `begin` will move, and stacks/; for status.json see `_move`. Move checkpoints first, or a kill in between
+        # would let the next start resume from them. Move run.json last, because without it the rest does not look like
+        # a run's files.
+        names = OF_ONE_SESSION if self.continues else ("checkpoints", *FOLDERS, *reversed(RECORDS))
+        paths = [self.path / name for name in dict.fromkeys(names) if name != STATUS]
+        is_run = self._is_run()
+        if is_run:  # what `merge` and `export` made of the earlier model, before run.json
+            paths[-1:-1] = [path for pattern in MADE_OF_MODEL for path in sorted(self.path.glob(pattern))]
+        self._present = [path for path in paths if path.exists()]
         inside = resume not in ("auto", "none") and Path(resume).resolve().parent == self.checkpoints.resolve()
         if self.continues and resume != "auto" and not inside:
             raise CheckpointError(
@@ -133,7 +141,18 @@ class RunDirectory:
                 f"behind; resume from them (--resume auto), start another run (output_dir={next_free(self.path)}), or "
                 "add --fresh to move them aside"
             )
-        self._check_present(reads)
+        if self._present and not is_run:
+            listed = ", ".join(f"{path.name}/" for path in self._present)
+            raise ConfigurationError(
+                f"output_dir: {self.path} holds {listed} but no run.json, so it is not the directory of a run; "
+                f"use output_dir={next_free(self.path)}"
+            )
+        for read in reads:
+            if any(read.is_relative_to(path.resolve()) for path in self._present):
+                raise ConfigurationError(
+                    f"output_dir: {self.path} holds {read}, which this run reads, and a new session moves an earlier "
+                    f"one's files aside; use output_dir={next_free(self.path)}"
+                )
         # The stacks of a hung session move at once: this session opens files of the same names before `begin`.
         stacks = self.path / "stacks"
         if stacks in self._present:
@@ -268,32 +287,8 @@ class RunDirectory:
         if self.is_main:
             self._lock.close()
 
-    def _find_present(self) -> list[Path]:
-        """List the paths that `begin` will move, and stacks/. For status.json see `_move`."""
-        # Move checkpoints first, or a kill in between would let the next start resume from them. Move run.json last,
-        # because without it the rest does not look like a run's files.
-        names = OF_ONE_SESSION if self.continues else ("checkpoints", *FOLDERS, *reversed(RECORDS))
-        paths = [self.path / name for name in dict.fromkeys(names) if name != STATUS]
-        if self._is_run():  # what `merge` and `export` made of the earlier model, before run.json
-            paths[-1:-1] = [path for pattern in MADE_OF_MODEL for path in sorted(self.path.glob(pattern))]
-        return [path for path in paths if path.exists()]
-
     def _is_run(self) -> bool:
         return any((self.path / name).exists() for name in RECORDS)
-
-    def _check_present(self, reads: list[Path]) -> None:
-        if self._present and not self._is_run():
-            names = ", ".join(f"{path.name}/" for path in self._present)
-            raise ConfigurationError(
-                f"output_dir: {self.path} holds {names} but no run.json, so it is not the directory of a run; "
-                f"use output_dir={next_free(self.path)}"
-            )
-        for read in reads:
-            if any(read.is_relative_to(path.resolve()) for path in self._present):
-                raise ConfigurationError(
-                    f"output_dir: {self.path} holds {read}, which this run reads, and a new session moves an earlier "
-                    f"one's files aside; use output_dir={next_free(self.path)}"
-                )
 
     def _next_previous(self) -> Path:
         numbers = [0, *(int(folder.name) for folder in previous_folders(self.path))]

@@ -250,10 +250,15 @@ class Stacks:
             _send(silent[rank], signal.SIGUSR2)
         _wait_until(lambda: all(map(self._is_written, silent.keys() - frozen)))
         # A stopped process must wake up to write its stack, but its main thread must not continue (on Linux): this rank
-        # and those that wait for it would go on training and commit checkpoints.
+        # and those that wait for it would go on training and commit checkpoints. A signal to the process is handled by
+        # whichever thread wakes up first, while the other threads continue: this one is for the main thread.
         for rank in silent.keys() & frozen:
-            _send_to_main_thread(silent[rank], signal.SIGVTALRM)
-            _send(silent[rank], signal.SIGCONT)
+            pid = silent[rank]
+            try:
+                ctypes.CDLL(None).tgkill(pid, pid, signal.SIGVTALRM)
+            except (AttributeError, OSError):  # not Linux, or glibc before 2.30
+                _send(pid, signal.SIGVTALRM)
+            _send(pid, signal.SIGCONT)
         _wait_until(lambda: not any(exists(silent[rank]) for rank in silent.keys() & frozen))
         for rank in processes.keys() & frozen:
             _send(processes[rank], signal.SIGKILL)
@@ -293,14 +298,3 @@ def _wait_until(met: Callable[[], bool]) -> None:
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(OSError):
         os.kill(pid, number)
-
-
-def _send_to_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread of a stopped process.
-
-    A signal to the process is handled by whichever thread wakes up first, while the other threads continue.
-    """
-    try:
-        ctypes.CDLL(None).tgkill(pid, pid, number)
-    except (AttributeError, OSError):  # not Linux, or glibc before 2.30
-        _send(pid, number)

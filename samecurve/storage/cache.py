@@ -115,21 +115,18 @@ def _build_and_rename(target: Path, build: Callable[[NewEntry], None]) -> None:
         entry = NewEntry(new)
         build(entry)
         entry.finish()
-        while not _renamed(new, target) and not is_whole(target):
+        while True:
+            try:
+                new.rename(target)
+                break
+            except OSError:
+                if not target.exists():
+                    raise
+            if is_whole(target):  # from another machine
+                break
             with suppress(FileNotFoundError):  # another machine has moved it
                 target.rename(work / f"damaged-{uuid.uuid4().hex}")
         LocalFileSystem().sync_folder(target.parent)
-
-
-def _renamed(new: Path, target: Path) -> bool:
-    """Whether the new entry is in place; False if there is one, which may be damaged, or whole from another machine."""
-    try:
-        new.rename(target)
-    except OSError:
-        if not target.exists():
-            raise
-        return False
-    return True
 
 
 def is_whole(target: Path) -> bool:

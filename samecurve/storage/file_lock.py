@@ -62,7 +62,10 @@ def lock_folder(path: Path, patience_seconds: float = 0.0, log: Callable[[str], 
                 raise
             with contextlib.suppress(FileExistsError):
                 return OwnerFile(path, stream)
-            latest = None if log is None else _beat_elsewhere(owner)
+            latest = None  # when an owner on another machine last gave a sign of life, in ns
+            if log is not None and _owner(owner).get("machine", machine()) != machine():
+                with contextlib.suppress(OSError):
+                    latest = owner.stat().st_mtime_ns
             if log is not None and latest is not None and beat is None:
                 log(f"{path}: waiting up to {STALE_SECONDS:.0f} s for a sign of life of its owner{_owner_text(owner)}")
                 beat = latest
@@ -175,14 +178,6 @@ def _owner_text(path: Path) -> str:
         return ""
     host = owner["machine"].split(" ")[0]
     return f" (process {owner['pid']} on {host}; {path} counts for {STALE_SECONDS:.0f} s after it was lost)"
-
-
-def _beat_elsewhere(path: Path) -> int | None:
-    """Return when an owner last gave a sign of life, in ns; None if it is on this machine, or there is none."""
-    if (owner := _owner(path)) and owner["machine"] != machine():
-        with contextlib.suppress(OSError):
-            return path.stat().st_mtime_ns
-    return None
 
 
 def _is_stale(path: Path) -> bool:

@@ -196,30 +196,28 @@ class ObjectStore:
             self.write(key, path.read_bytes())
             return
 
+        part_bytes = max(PART_BYTES, -(-size // MOST_PARTS))
+
         def sent() -> None:
-            etag, sha256 = self._send_parts(path, key, max(PART_BYTES, -(-size // MOST_PARTS)))
-            self._check(key, size, etag, sha256)
+            parts, digest = [], hashlib.sha256()
+            with open(path, "rb", buffering=0) as source:
+                target = self._files.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
+                try:
+                    while piece := source.read(part_bytes):
+                        target.write(piece)
+                        digest.update(piece)
+                        parts.append(hashlib.md5(piece, usedforsecurity=False).digest())
+                        self.busy()
+                    target.close()
+                    target.commit()
+                except BaseException:
+                    _discard(target)
+                    raise
+            # S3 computes its ETag from the MD5 of each part
+            joined = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+            self._check(key, size, f"{joined}-{len(parts)}", digest.hexdigest())
 
         self._retried(key, sent, path)
-
-    def _send_parts(self, path: Path, key: str, part_bytes: int) -> tuple[str, str]:
-        """Return the ETag that S3 computes from the MD5 of each part, and the SHA-256 of what was sent."""
-        parts, digest = [], hashlib.sha256()
-        with open(path, "rb", buffering=0) as source:
-            target = self._files.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
-            try:
-                while piece := source.read(part_bytes):
-                    target.write(piece)
-                    digest.update(piece)
-                    parts.append(hashlib.md5(piece, usedforsecurity=False).digest())
-                    self.busy()
-                target.close()
-                target.commit()
-            except BaseException:
-                _discard(target)
-                raise
-        joined = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
-        return f"{joined}-{len(parts)}", digest.hexdigest()
 
     def abort_uploads(self) -> None:
         """Abort what others left unfinished below the URL: a killed process, or a request whose answer was lost.

@@ -128,7 +128,11 @@ def mismatch(value: Any, schema: Any, key: str = "") -> str:
             return next(filter(None, problems), "")
     else:
         fits = _fits(value, schema)
-    return "" if fits else f"{key + ': ' if key else ''}found {_shown(value)}, expected {_expected(schema)}"
+    if fits:
+        return ""
+    shown = _NAMES[type(value)] if isinstance(value, (dict, list)) else json.dumps(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+    return f"{key + ': ' if key else ''}found {shown}, expected {_expected(schema)}"
 
 
 def _fits(value: Any, schema: Any) -> bool:
@@ -196,10 +200,3 @@ def _expected(schema: Any) -> str:
             return str(schema.start)
         return f"an integer from {schema.start} to {schema.stop - 1}"
     return "null" if schema is None else _NAMES[schema if isinstance(schema, type) else type(schema)]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        return _NAMES[type(value)]
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -103,14 +103,13 @@ class Stream:
             start, end = ("\r" * text.startswith("\r"), "\r" * (len(text) > 1 and text.endswith("\r")))
             pieces = _COLOURS.split(text[len(start) : len(text) - len(end)])
             pieces[::2] = map(printable, pieces[::2])
-            pieces[1::2] = map(self._colour, pieces[1::2])
+            # changes of colours, of which outputs other than terminals get none
+            pieces[1::2] = [
+                f"\x1b[{codes}m" if self._raw.isatty() and _LEGIBLE.fullmatch(codes) else "" for codes in pieces[1::2]
+            ]
             shown = f"{start}{''.join(pieces)}{end}"
         self._try(self._raw.write, shown)
         return len(text)
-
-    def _colour(self, codes: str) -> str:
-        """Return a change of colours as the terminal gets it; other outputs get none."""
-        return f"\x1b[{codes}m" if self._raw.isatty() and _LEGIBLE.fullmatch(codes) else ""
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

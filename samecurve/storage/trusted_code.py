@@ -76,7 +76,13 @@ def remember(path: str, revision: str | None = None) -> None:
 
     Raises StorageError if the list cannot be written.
     """
-    folder, code = _list_folder(), _local(path, revision)
+    folder, code = _list_folder(), Path(path) if Path(path).is_dir() else None
+    if code is None:
+        from huggingface_hub import try_to_load_from_cache
+
+        with contextlib.suppress(ValueError):  # not a name of the hub
+            files = [try_to_load_from_cache(path, config, revision=revision) for config in _CONFIGS]
+            code = next((Path(file).parent for file in files if isinstance(file, str)), None)
     if folder is None or code is None:
         return
     for name in filter(_INSIDE.fullmatch, modules(str(code))):
@@ -98,20 +104,6 @@ def refusal(path: str) -> str:
 def is_refusal(error: Exception) -> bool:
     """Whether transformers raised this error because it may not run a model's code."""
     return isinstance(error, ValueError) and "trust_remote_code" in str(error)
-
-
-def _local(path: str, revision: str | None) -> Path | None:
-    """Return the folder with a model's code: `path`, or the snapshot of a hub name in the hub's cache."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import try_to_load_from_cache
-
-    with contextlib.suppress(ValueError):  # not a name of the hub
-        for config in _CONFIGS:
-            file = try_to_load_from_cache(path, config, revision=revision)
-            if isinstance(file, str):
-                return Path(file).parent
-    return None
 
 
 def _list_folder() -> Path | None:

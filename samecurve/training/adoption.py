@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -45,37 +46,30 @@ def run(plan: Plan, path: Path) -> int:
             at the checkpoint's step.
         DataError, StorageError: the recipe's rows cannot be read, or output_dir cannot be written.
     """
-    directory = RunDirectory(plan.recipe.output_dir, reads=(path,))
-    try:
-        _adopt(plan, path, directory)
-    finally:
-        directory.close()
+    with closing(RunDirectory(plan.recipe.output_dir, reads=(path,))) as directory:
+        accelerator = factory.build_accelerator(plan)
+        progress = Progress(plan.recipe.steps, 1, enabled=True)
+        context = Context(plan, accelerator, directory, UNWATCHED, ControlGroup(), progress)
+        context, built, checkpoints = startup.prepare(context)
+        recipe = context.recipe
+        adopted = read_foreign(path, names_of(built.skeleton), built.skeleton)
+        if adopted.step >= recipe.steps:
+            raise ConfigurationError(
+                f"steps: {recipe.steps}, but {adopted.folder} is at step {adopted.step} already; set steps to the "
+                "number of all steps, those of the checkpoint included"
+            )
+        engine = factory.build(accelerator, context.plan, built.skeleton, built.task)
+        take_over(adopted, engine, recipe)
+        samples = adopted.step * recipe.batch.global_batch_size
+        anchor = Steps.of(recipe.batch.global_batch_size).history
+        checkpoints.save(engine, TrainProgress(adopted.step, adopted.updates, samples, anchor=anchor), wait=True)
+        written = ", ".join(["weights", *MOMENTS] if adopted.moments else ["weights"])
+        print(f"{adopted.folder} ({adopted.format}), step {adopted.step}: {written} are in {directory.checkpoints}")
+        for line in (*adopted.missing, *differences(adopted, recipe)):
+            print(f"  {line}")
+        order = f"{adopted.step} steps of {recipe.batch.global_batch_size} rows (batch.global_batch_size)"
+        print(f"  rows: the run goes on at row {samples:,} of the recipe's own order: {order}")
     return 0
-
-
-def _adopt(plan: Plan, path: Path, directory: RunDirectory) -> None:
-    accelerator = factory.build_accelerator(plan)
-    progress = Progress(plan.recipe.steps, 1, enabled=True)
-    context = Context(plan, accelerator, directory, UNWATCHED, ControlGroup(), progress)
-    context, built, checkpoints = startup.prepare(context)
-    recipe = context.recipe
-    adopted = read_foreign(path, names_of(built.skeleton), built.skeleton)
-    if adopted.step >= recipe.steps:
-        raise ConfigurationError(
-            f"steps: {recipe.steps}, but {adopted.folder} is at step {adopted.step} already; set steps to the number "
-            "of all steps, those of the checkpoint included"
-        )
-    engine = factory.build(accelerator, context.plan, built.skeleton, built.task)
-    take_over(adopted, engine, recipe)
-    samples = adopted.step * recipe.batch.global_batch_size
-    anchor = Steps.of(recipe.batch.global_batch_size).history
-    checkpoints.save(engine, TrainProgress(adopted.step, adopted.updates, samples, anchor=anchor), wait=True)
-    written = ", ".join(["weights", *MOMENTS] if adopted.moments else ["weights"])
-    print(f"{adopted.folder} ({adopted.format}), step {adopted.step}: {written} are in {directory.checkpoints}")
-    for line in (*adopted.missing, *differences(adopted, recipe)):
-        print(f"  {line}")
-    order = f"{adopted.step} steps of {recipe.batch.global_batch_size} rows (batch.global_batch_size)"
-    print(f"  rows: the run goes on at row {samples:,} of the recipe's own order: {order}")
 
 
 def names_of(skeleton: Any) -> Names:

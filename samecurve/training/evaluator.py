@@ -83,7 +83,9 @@ class EarlyStopping:
             The line to print if it ends the run, "" otherwise.
         """
         value = metrics[self._metric]
-        if not self.state or self._is_better(value, self.state["value"]):
+        best = self.state.get("value", value)
+        gain = best - value if BETTER[self._metric] == "lower" else value - best
+        if not self.state or gain > self._recipe.evaluate.min_improvement:  # False for nan, too
             self.state |= {"metric": self._metric, "value": value, "step": step, "evaluations_since": 0}
         else:
             self.state["evaluations_since"] += 1
@@ -94,8 +96,3 @@ class EarlyStopping:
         count, best = self.state["evaluations_since"], f"{self.state['value']:.6g} at step {self.state['step']}"
         times = "evaluation was" if count == 1 else f"{count} evaluations were"
         return f"early stopping (evaluate.patience): the last {times} not better than {self._metric} {best}"
-
-    def _is_better(self, value: float, best: float) -> bool:
-        least = self._recipe.evaluate.min_improvement
-        gain = best - value if BETTER[self._metric] == "lower" else value - best
-        return gain > least  # False for nan, too

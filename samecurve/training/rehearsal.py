@@ -56,16 +56,16 @@ EVIDENCE = ("stacks", REJECTED)  # kept after a failure, whose message names the
 NOTHING_LEFT = 13  # exit code of a rehearsal's process
 POLL_SECONDS = 0.2
 _COUNT = itertools.count()  # of the rehearsals of this process, the same on all ranks
-_ERRORS: dict[int, type[SamecurveError]] = {
-    kind.exit_code: kind
-    for kind in (ConfigurationError, DataError, CheckpointError, NumericError, TopologyError, StorageError, HangError)
-}
 
 
 class DoesNotFit(ConfigurationError):
     """A stage needs more memory than there is. The exit code is that of a rehearsal's process, not of a run."""
 
     exit_code = 12
+
+
+_KINDS = (ConfigurationError, DataError, CheckpointError, NumericError, TopologyError, StorageError, HangError)
+_ERRORS: dict[int, type[SamecurveError]] = {kind.exit_code: kind for kind in (*_KINDS, DoesNotFit)}
 
 
 class RehearsedStage(NamedTuple):
@@ -204,11 +204,22 @@ def run_stages(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -
     if is_main:
         shutil.rmtree(folder, ignore_errors=True)  # of a rehearsal that was killed
     try:
-        code = _wait_for_processes(Assignment(_rehearsed(plan, folder), folder.parent / "checkpoints"), ranks)
+        # the run's own plan, but with files elsewhere and no trackers
+        changed = {"output_dir": str(folder), "logging": Logging(trackers=()), "profile": Profile(), "rehearse": False}
+        changed |= {"checkpoint": plan.recipe.checkpoint.model_copy(update={"mirror": None})}
+        rehearsed = replace(plan, recipe=plan.recipe.model_copy(update=changed))
+        code = _wait_for_processes(Assignment(rehearsed, folder.parent / "checkpoints"), ranks)
         if code == NOTHING_LEFT:
             return None
         if code:
-            raise _error(code, read_status(folder / STATUS).get("reason", ""))
+            reason = read_status(folder / STATUS).get("reason", "")
+            if code == -9:
+                reason = (
+                    "its process was killed (SIGKILL), most likely because the host's memory was full (dmesg says so); "
+                    "lower batch.micro_batch_size, or choose a strategy that shards or offloads less to the host"
+                )
+            text = f"rehearsal: {reason or f'its process ended with exit code {code}; its own output says why'}"
+            raise _ERRORS[code](text) if code in _ERRORS else PeerError(text, max(code, 1))
         if not is_main:
             return []
         report = read_record(folder / REPORT, {"stages": [list]}).require(StorageError, "start the run again")
@@ -223,13 +234,6 @@ def run_stages(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -
 
 def _has_main(ranks: Sequence[Mapping[str, str]]) -> bool:
     return any(rank.get("RANK", "0") == "0" for rank in ranks)
-
-
-def _rehearsed(plan: Plan, folder: Path) -> Plan:
-    """Return the plan of the rehearsal: the run's own, but with files elsewhere and no trackers."""
-    changed = {"output_dir": str(folder), "logging": Logging(trackers=()), "profile": Profile(), "rehearse": False}
-    changed |= {"checkpoint": plan.recipe.checkpoint.model_copy(update={"mirror": None})}
-    return replace(plan, recipe=plan.recipe.model_copy(update=changed))
 
 
 def _wait_for_processes(assignment: Assignment, ranks: Sequence[Mapping[str, str]]) -> int:
@@ -269,19 +273,6 @@ def _start(assignment: Assignment, rank: Mapping[str, str]) -> subprocess.Popen:
     with suppress(BrokenPipeError), process.stdin as stream:  # it has ended; its exit code says why
         pickle.dump(assignment, stream)
     return process
-
-
-def _error(code: int, reason: str) -> SamecurveError:
-    """Return the error of a rehearsal's process. reason: from its status.json."""
-    if code == -9:
-        reason = (
-            "its process was killed (SIGKILL), most likely because the host's memory was full (dmesg says so); lower "
-            "batch.micro_batch_size, or choose a strategy that shards or offloads less to the host"
-        )
-    text = f"rehearsal: {reason or f'its process ended with exit code {code}; its own output says why'}"
-    if code == DoesNotFit.exit_code:
-        return DoesNotFit(text)
-    return _ERRORS[code](text) if code in _ERRORS else PeerError(text, max(code, 1))
 
 
 def print_report(stages: list[RehearsedStage] | None) -> None:

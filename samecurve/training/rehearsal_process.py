@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +69,12 @@ class StageMeter:
             DoesNotFit: the body ran out of memory, or exceeded memory.limit_gib on any rank.
             StorageError: that of the body, with the remedy where it writes.
         """
-        _reset_peak(self._device)
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with suppress(OSError):  # elsewhere than on Linux: the peak stays that of the whole process so far
+                Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
         disk, before = LocalFileSystem().free_bytes(self._folder.parent), self._written()
         began = time.perf_counter()
         try:
@@ -89,7 +94,6 @@ class StageMeter:
                 "output_dir to another disk"
             ) from error
         seconds = time.perf_counter() - began
-        on_gpu = self._device.type == "cuda"
         free_bytes = torch.cuda.mem_get_info(self._device)[0] if on_gpu else psutil.virtual_memory().available
         own = (peak_memory_bytes(self._device), free_bytes, self._written() - before, disk)
         peaks, free, written, disks = zip(*self._world.conclude(own, list), strict=True)
@@ -203,13 +207,3 @@ def check_room(recipe: Recipe, checkpoints: Path, stages: list[RehearsedStage], 
         free = stages[0].disk_bytes if folder.stat().st_dev == disk else LocalFileSystem().free_bytes(folder)
         if missing := room.missing_room(group, free):
             raise StorageError(missing)
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
-    except OSError:  # elsewhere than on Linux: the peak stays that of the whole process so far
-        pass

@@ -197,23 +197,18 @@ class Session:
         """Evaluate on the validation rows and print the metrics. Collective."""
         assert self.validation is not None
         evaluated = self.context.evaluate(self.validation, self.engine, self.built.task, step, self.early_stopping)
-        self._write_samples(step)
+        context, rows, count = self.context, self.built.task.validation, self.context.recipe.evaluate.samples
+        if count and rows is not None:
+            tokenizer, file = self.built.task.tokenizer, JsonlFile(context.run.path / SAMPLES)
+            with uncompiled(context.recipe):
+                texts = write_samples(
+                    self.engine, rows.parts[0], count, tokenizer, context.world, context.watch.progress
+                )
+            for prompt, text in texts if context.world.is_main else ():
+                file.append({"step": step, "prompt": prompt, "text": text})
+                context.progress.log(f"sample after step {step}: {prompt[-60:]!r} -> {text[:120]!r}")
         self.meter.restart_clock()
         return evaluated
-
-    def _write_samples(self, step: int) -> None:
-        recipe, context = self.context.recipe, self.context
-        rows = self.built.task.validation
-        if not recipe.evaluate.samples or rows is None:
-            return
-        tokenizer, file = self.built.task.tokenizer, JsonlFile(context.run.path / SAMPLES)
-        with uncompiled(recipe):
-            texts = write_samples(
-                self.engine, rows.parts[0], recipe.evaluate.samples, tokenizer, context.world, context.watch.progress
-            )
-        for prompt, text in texts if context.world.is_main else ():
-            file.append({"step": step, "prompt": prompt, "text": text})
-            context.progress.log(f"sample after step {step}: {prompt[-60:]!r} -> {text[:120]!r}")
 
     def advise(self, record: dict) -> None:
         """Print what the step's record says about the data loading and the measurements, once each."""
@@ -272,12 +267,19 @@ class Session:
 
     def export(self) -> None:
         """Write the trained model as a Hugging Face folder, unless export.enabled is false. Collective."""
-        context, task = self.context, self.built.task
-        if not context.recipe.export.enabled:
+        context, task, skeleton = self.context, self.built.task, self.built.skeleton
+        recipe, verification = context.recipe, None
+        if not recipe.export.enabled:
             return
-        context.watch.phase("export", context.recipe.steps)
-        best = self.checkpoints.load_best(self.engine) if context.recipe.export.checkpoint == "best" else None
-        verification = self._verification()
+        context.watch.phase("export", recipe.steps)
+        best = self.checkpoints.load_best(self.engine) if recipe.export.checkpoint == "best" else None
+        # an adapter that was trained on 4-bit weights computes something else on the base model's own
+        if not recipe.adapter.quantization and recipe.export.verifies(skeleton.num_parameters()):
+            batch = sample_batch(skeleton, recipe)
+            with uncompiled(recipe):
+                expected = self.engine.outputs(batch)
+            if expected is not None:  # on rank 0
+                verification = Verification(recipe, batch, expected, context.run.rejected_model)
 
         def parameters() -> Iterator[tuple[str, Tensor | None]]:
             for pair in self.engine.parameters():
@@ -285,19 +287,19 @@ class Session:
                 yield pair
             yield from self.built.constants.items()
             if context.accelerator.is_main_process:  # the only rank that writes them
-                yield from frozen_tensors(self.built.skeleton, context.recipe)
+                yield from frozen_tensors(skeleton, recipe)
 
         target = ExportTarget(
             context.run.model,
             task.tokenizer,
-            kept=partial(kept_tensors, self.built.skeleton, context.recipe, again=True),
+            kept=partial(kept_tensors, skeleton, recipe, again=True),
             card=partial(write_card, context.run.path, ExportInfo(step=best)),
             save_task_files=task.save_task_files,
             check=verification or (lambda directory: None),
             busy=context.watch.local_progress,
         )
         try:
-            lacks = export(parameters(), self.built.skeleton, target, context.accelerator.is_main_process)
+            lacks = export(parameters(), skeleton, target, context.accelerator.is_main_process)
         # on rank 0 alone, and the others are uploading by now
         except (NumericError, CheckpointError, StorageError, ConfigurationError):
             self._upload_what_is_there()
@@ -306,18 +308,6 @@ class Session:
         context.progress.log(f"the trained model is in {context.run.model}")
         context.progress.log(lacks)
         context.progress.log(verification.result if verification else "")
-
-    def _verification(self) -> Verification | None:
-        """Compute what to verify an export against; None on other ranks than 0 and without verification. Collective."""
-        context, skeleton = self.context, self.built.skeleton
-        recipe = context.recipe
-        # an adapter that was trained on 4-bit weights computes something else on the base model's own
-        if recipe.adapter.quantization or not recipe.export.verifies(skeleton.num_parameters()):
-            return None
-        batch = sample_batch(skeleton, recipe)
-        with uncompiled(recipe):
-            expected = self.engine.outputs(batch)
-        return None if expected is None else Verification(recipe, batch, expected, context.run.rejected_model)
 
 
 MOST_NEW_TOKENS = 64

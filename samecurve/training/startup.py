@@ -231,8 +231,11 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
     if trains:
         _check_room(context, built, engine, checkpoints)
     context.run.begin(start.step, start.record, context.watch.local_progress, trains)
-    if context.world.is_main:
-        checkpoints.mirror = _mirror(context, start.step)
+    if context.world.is_main and recipe.checkpoint.mirror is not None:
+        store = ObjectStore(recipe.checkpoint.mirror)
+        mirror = Mirror(store, context.run.path, recipe.checkpoint.keep, log)
+        mirror.start(start.step)
+        checkpoints.mirror = mirror
     batches = StepBatches(
         task.train,
         recipe.seed,
@@ -296,16 +299,6 @@ def _check_room(context: Context, built: Built, engine: Engine, checkpoints: Che
         return room.check_room(needs, num_kept, disk.free_bytes)
 
     context.progress.log(context.world.on_main(check))
-
-
-def _mirror(context: Context, step: int) -> Mirror | None:
-    """Start the thread that uploads checkpoints; None without checkpoint.mirror. For rank 0."""
-    settings = context.recipe.checkpoint
-    if settings.mirror is None:
-        return None
-    mirror = Mirror(ObjectStore(settings.mirror), context.run.path, settings.keep, context.progress.log)
-    mirror.start(step)
-    return mirror
 
 
 def _introduce(session: Session) -> None:
