@@ -27,7 +27,7 @@ from samecurve.config.inheritance import read_value
 from samecurve.config.trainers import files, recipe_text
 from samecurve.config.trainers.translation import translate
 from samecurve.errors import ConfigurationError
-from samecurve.specs.environment import TRAIN
+from samecurve.specs.environment import train_script
 from samecurve.storage.atomic import write_text
 from samecurve.strategy import preflight
 
@@ -102,5 +102,5 @@ def adopt_config(arguments: argparse.Namespace) -> int:
     for problem in to_mend:
         print(f"to mend in {path}: {problem}")
     print(f"python -m samecurve inspect {quoted(path)}")
-    print(f"python {TRAIN} {quoted(path)}{options}")
+    print(f"python {train_script()} {quoted(path)}{options}")
     return 2 if to_mend else 0

@@ -21,7 +21,7 @@ from samecurve.config import own_code
 from samecurve.config.key_hints import near_option
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.specs.data_names import is_import_path
-from samecurve.specs.environment import TRAIN
+from samecurve.specs.environment import train_script
 from samecurve.storage import terminal, trusted_code
 from samecurve.storage.atomic import known_cause
 from samecurve.strategy import preflight
@@ -109,7 +109,7 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
     if command not in commands:
         near = difflib.get_close_matches(command, commands, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
-        hint = f"python {TRAIN} RECIPE trains" if command == "train" else hint
+        hint = f"python {train_script()} RECIPE trains" if command == "train" else hint
         parser.error(f"no command {command}; {hint}")
     program = f"{program} {command}"
     if command == "bench":

@@ -18,7 +18,7 @@ from samecurve.config import loader
 from samecurve.config.documents import Document, format_problems
 from samecurve.errors import ConfigurationError
 from samecurve.planner import model_shape
-from samecurve.specs.environment import IN_CLONE, ROOT, TRAIN
+from samecurve.specs.environment import ROOT, train_script
 from samecurve.specs.optimizers import usual_rates
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.atomic import write_text
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(format_problems(problems))
     write_text(path, _text(kind, values))
     processes = f" --strategy {strategy} --num_processes {gpus}" if strategy else ""
-    shown, train = quoted(path), TRAIN if not IN_CLONE or Path.cwd() == ROOT else quoted(ROOT / TRAIN)
+    shown, train = quoted(path), train_script()
     print(f"{path} is written. {note}".rstrip())
     print(f"python -m samecurve inspect {shown}    # rows, and which of their tokens are trained")
     print(f"python {train} {shown}{processes}")

@@ -13,7 +13,7 @@ from samecurve.metrics.console import duration, number, of_session, spaced
 from samecurve.reports.history import History
 from samecurve.run.sessions import RUN_FACTS
 from samecurve.run.status import STATUS, read_status, refused_text
-from samecurve.specs.environment import TRAIN
+from samecurve.specs.environment import train_script
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.records import read_record
 from samecurve.strategy.placement import REFERENCE, another_strategy, num_processes_again
@@ -123,11 +123,11 @@ def launch(strategy: str | None, world_size: int | None, arguments: Sequence[str
     """Build the command that starts train.py. world_size: None uses the strategy file's own number."""
     typed = _typed(arguments)
     if strategy is None:
-        return f"python {TRAIN} {typed}"
+        return f"python {train_script()} {typed}"
     if strategy.endswith(".json"):  # a DeepSpeed JSON is no config file of accelerate launch
-        return f"torchrun --nproc_per_node {world_size} {TRAIN} {typed} --strategy {quoted(strategy)}"
+        return f"torchrun --nproc_per_node {world_size} {train_script()} {typed} --strategy {quoted(strategy)}"
     processes = f"--num_processes {world_size} " if world_size else ""
-    return f"accelerate launch --config_file {quoted(strategy)} {processes}{TRAIN} {typed}"
+    return f"accelerate launch --config_file {quoted(strategy)} {processes}{train_script()} {typed}"
 
 
 def continued(overrides: Sequence[str], directory: Path, has_new_head: bool = False, model: str = "model") -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shlex
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,6 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 IN_CLONE = not (_PACKAGE / "shipped").is_dir()  # setup.py makes that folder in a wheel
 # the folder of train.py, recipes/, configs/, ds_configs/ and docs/
 ROOT = _PACKAGE.parent if IN_CLONE else _PACKAGE / "shipped"
-TRAIN = "train.py" if IN_CLONE else "-m samecurve.train"  # in the commands that messages name
 INSTALL = "pip install -r requirements.txt" if IN_CLONE else "pip install 'samecurve[deepspeed]'"
 SHIPPED = ("recipes", "configs", "ds_configs")
 
@@ -30,6 +30,13 @@ VERSIONED = (
     "triton",
     "samecurve",
 )
+
+
+def train_script() -> str:
+    """Return what a command that is to be copied calls: train.py, from here, or the installed package's."""
+    if not IN_CLONE:
+        return "-m samecurve.train"
+    return "train.py" if Path.cwd() == ROOT else shlex.quote(str(ROOT / "train.py"))
 
 
 def shipped_file(path: str) -> str:

@@ -553,6 +553,11 @@ def test_launch_lines(strategy, line):
     assert summary.launch(strategy, 2, ["r.yaml"]) == line
 
 
+def test_launch_line_from_another_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert summary.launch(None, None, ["r.yaml"]) == f"python {ROOT / 'train.py'} r.yaml"
+
+
 # generate
 
 
