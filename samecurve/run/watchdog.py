@@ -217,6 +217,7 @@ class Stacks:
         running, and reading their frames without the GIL sometimes crashes (once in 500 to 1,500 times, Python 3.11).
         """
         faulthandler.register(signal.SIGVTALRM, file=self._descriptor, all_threads=False, chain=True)
+        faulthandler.enable(self._descriptor, all_threads=False)  # a crash in C code tells where it was
 
     def open(self) -> None:
         if self._stream is None:
@@ -269,6 +270,7 @@ class Stacks:
         if self._stream is None:
             return
         stream, self._stream = self._stream, None
+        faulthandler.enable(self._descriptor, all_threads=False)
         stream.close()
         with contextlib.suppress(OSError):
             if not self._is_written(self._rank):

@@ -82,6 +82,17 @@ def test_one_lone_rank_that_hangs(tmp_path):
     assert "in wait" in dump and "watchdog.py" in dump  # the main thread's stack and those of the others
 
 
+def test_a_rank_that_crashes_writes_where(tmp_path):
+    crash = "meet(watch)\nwatch.phase('export')\nready()\nwait()\nimport ctypes\nctypes.string_at(0)"
+    with ranks(tmp_path / "run", crash, STEP) as (first, second):
+        first.wait_until("ready")
+        first.go_on()
+        assert first.ends() == -signal.SIGSEGV
+        assert second.ends(10) == 1
+    text = stacks(first.folder)["rank_00000.txt"]
+    assert text.startswith("Fatal Python error: Segmentation fault") and "string_at" in text
+
+
 @pytest.mark.full  # every day one rank hangs, and two of which one lags
 def test_all_ranks_hang_in_one_phase(tmp_path):
     with ranks(tmp_path / "run", STEP, STEP, timeout_seconds=LIMIT) as (first, second):
