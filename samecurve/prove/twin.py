@@ -130,7 +130,7 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     if not twin.why_not_looped:
         texts = [[text for batch in step for text in texts_of(batch)] for step in steps]
         _write_loop(twin.recipe, texts, folder)
-        _judge_trained(twin, _count_trained(twin, task, [text for step in texts for text in step]))
+        _judge_trained(twin, task, [text for step in texts for text in step])
     return twin
 
 
@@ -309,13 +309,13 @@ def _write_loop(recipe: Recipe, texts: list[list[dict[str, list[int]]]], folder:
     shutil.copyfile(Path(__file__).with_name("plain_loop.py"), folder / "judge.py")
 
 
-def _count_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) -> Counter[tuple[str | None, bool]]:
-    """Count the tokens of the texts by what they are and whether they are trained."""
+def _judge_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) -> None:
+    """Count the texts' tokens by what they are and whether they are trained, and compare with the recipe's promise."""
     counts, data = Counter[tuple[str | None, bool]](), twin.recipe.data
     if TASKS[twin.recipe.task].chats:
         if data.path is None or data.streaming or not data.chat or data.train_on != "assistant":
             twin.not_judged.append("which tokens are trained: only for data.path with data.train_on=assistant")
-            return counts
+            return
         by_start: dict[tuple[int, ...], list[tuple[Conversation, str]]] = {}
         selection = sources.Selection.of(twin.recipe, data)
         source = find.find_conversations(data.path, data.pattern, ChatSchema.of(data), selection)
@@ -334,14 +334,8 @@ def _count_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) ->
             why = "tools, reasoning, weights, or another rendering than transformers' apply_chat_template"
             twin.not_judged.append(f"which tokens of {unknown} of {len(texts)} conversations are trained: {why}")
     else:
-        for text in texts:  # nothing precedes a causal text's first token
-            labels = text["labels"][1:] if "pretrain" in twin.recipe.task else text["labels"]
-            counts.update(("the texts", label != IGNORE_INDEX) for label in labels)
-    return counts
-
-
-def _judge_trained(twin: Twin, counts: Counter[tuple[str | None, bool]]) -> None:
-    """Compare the trained tokens with what the recipe promises."""
+        first = 1 if "pretrain" in twin.recipe.task else 0  # nothing precedes a causal text's first token
+        counts.update(("the texts", label != IGNORE_INDEX) for text in texts for label in text["labels"][first:])
     must = {"assistant"} | ({"the texts"} if "pretrain" in twin.recipe.task else set())
     for kind in sorted({kind for kind, _ in counts if kind}):
         trained, others = counts[kind, True], counts[kind, False]
