@@ -107,10 +107,18 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     most = recipe.data.max_samples or MOST_DOCUMENTS + 1
     if recipe.data.path is not None and Path(recipe.data.path).is_file() and most > MOST_DOCUMENTS:
         smaller.append(f"data.max_samples={MOST_DOCUMENTS}")
-    started, stand_in = [*given, *smaller], _unreachable(recipe)
+    started, model = [*given, *smaller], recipe.model
+    stand_in = ""  # why the model and its tokenizer cannot be read
+    if model.path is not None:
+        try:
+            hf_config.stored_config(model.path, model.trust_remote_code, model.revision)
+        except ConfigurationError as error:
+            if Path(model.path).is_dir():
+                raise
+            stand_in = str(error).partition(" (")[2].partition(");")[0].partition(". ")[0] or str(error)
     if stand_in:
         not_judged.append(
-            f"{recipe.model.path}: not reached ({stand_in}); a Llama stands in for its family, ChatML for its template "
+            f"{model.path}: not reached ({stand_in}); a Llama stands in for its family, ChatML for its template "
             f"and {VOCABULARY} tokens learnt from the data for its tokenizer: model.path=FOLDER judges the real ones"
         )
         kept = [word for word in started if word.split("=")[0].split(".")[0] not in ("model", "tokenizer")]
@@ -120,7 +128,7 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     assert source.recipe is not None
     task = registry.load_task(source.recipe)
     _write_model(source.recipe, recipe, task, folder)
-    own = recipe.tokenizer.path or (None if recipe.model.revision or stand_in else recipe.model.path)
+    own = recipe.tokenizer.path or (None if model.revision or stand_in else model.path)
     settings = _settings(path, given, smaller, recipe, folder, own or str(folder / "model"))
     twin = Twin(path, folder, settings, recipes.load_recipe(path, settings), not_judged=not_judged)
     task = registry.load_task(twin.recipe)
@@ -132,20 +140,6 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
         _write_loop(twin.recipe, texts, folder)
         _judge_trained(twin, task, [text for step in texts for text in step])
     return twin
-
-
-def _unreachable(recipe: Recipe) -> str:
-    """Return why the recipe's model and tokenizer cannot be read, "" if they can."""
-    path, settings = recipe.model.path, recipe.model
-    if path is None:
-        return ""
-    try:
-        hf_config.stored_config(path, settings.trust_remote_code, settings.revision)
-    except ConfigurationError as error:
-        if Path(path).is_dir():
-            raise
-        return str(error).partition(" (")[2].partition(");")[0].partition(". ")[0] or str(error)
-    return ""
 
 
 def _write_model(recipe: Recipe, real: Recipe, task: Task, folder: Path) -> None:
