@@ -205,7 +205,13 @@ class StepBatches:
                     dead = [worker for worker in prepared._workers if worker.join(1.0) or worker.exitcode]
                     if not dead:  # an error that a worker met and sent
                         raise
-                    self.lost_worker = _obituary(dead[0].pid, dead[0].exitcode, self.num_workers)
+                    code, fewer = dead[0].exitcode, "data.num_workers=0"  # the code of a signal is negative
+                    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                    self.lost_worker = f"a process that prepares data (pid {dead[0].pid}) {how}"
+                    if self.num_workers > 1:
+                        fewer = f"data.num_workers (now {self.num_workers}), or 0 for none"
+                    if code == -signal.SIGKILL:
+                        self.lost_worker += f"; out of memory? Give the run more memory, or use a lower {fewer}"
             yield _pinned(self._whole(step)) if self.lost_worker else whole
 
     def _by_workers(self, steps: range) -> _MultiProcessingDataLoaderIter:
@@ -231,16 +237,6 @@ class StepBatches:
             # Without it, waiting for the worker's step finds out within 5 s.
             if on_child_end is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGCHLD, on_child_end)
-
-
-def _obituary(pid: int, code: int, num_workers: int) -> str:
-    """Say how a worker process ended, and what to do. code: as in multiprocessing.Process.exitcode, not 0."""
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    text = f"a process that prepares data (pid {pid}) {how}"
-    if code == -signal.SIGKILL:
-        fewer = f"data.num_workers (now {num_workers}), or 0 for none" if num_workers > 1 else "data.num_workers=0"
-        text += f"; out of memory? Give the run more memory, or use a lower {fewer}"
-    return text
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,14 @@ class ChatTemplate:
         self.source, self._variables = source, variables
         self.marked, self.dated = _GENERATION.search(source) is not None, DATED in source
         self.special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self._compiled = _clock(day) + source if self.dated else source
+        self._compiled = source
+        if self.dated:
+            # A macro that replaces strftime_now, because transformers turns a function among the variables into text.
+            directives = [f"%{dash}{letter}" for letter in "aAbBcdeDFHIjmMnprRSTuUwWxXyYZ" for dash in ("", "-")]
+            values = "".join(f" | replace({name!r}, {day.strftime(name)!r})" for name in directives)
+            # the last expression keeps a line break at the beginning of the template itself
+            clock = "{% macro " + DATED + "(format) %}{{ format" + values + " }}{% endmacro %}{{ '' }}"
+            self._compiled = clock + source
         self._names, self.eos = tokenizer.special_tokens_map, str(tokenizer.eos_token or "")
         added = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         self._pieces = re.compile("|".join([r"(\s+)", *(f"({re.escape(token)})" for token in added)]))
@@ -277,14 +284,3 @@ def _compiled(source: str) -> Any:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(source)
-
-
-def _clock(day: datetime) -> str:
-    """Return the beginning of a template in which strftime_now is of the given day.
-
-    A Jinja macro, because transformers turns a function among a template's variables into text.
-    """
-    directives = [f"%{dash}{letter}" for letter in "aAbBcdeDFHIjmMnprRSTuUwWxXyYZ" for dash in ("", "-")]
-    values = "".join(f" | replace({name!r}, {day.strftime(name)!r})" for name in directives)
-    # the last expression keeps a line break at the beginning of the template itself
-    return "{% macro " + DATED + "(format) %}{{ format" + values + " }}{% endmacro %}{{ '' }}"

@@ -42,7 +42,11 @@ class Unread:
     def add(self, value: object, read: Collection[str]) -> None:
         self.num += 1
         said, size = set(_texts(value)), sum(map(len, read))
-        if said and all(any(_has(whole, text) for whole in read) for text in said):
+        # as words: "2" in "it is 2.", and not "x" in "text"
+        if said and all(
+            any(text in whole and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", whole) for whole in read)
+            for text in said
+        ):
             self.repeats += 1
         # mostly made of all the texts read, such as a rendered prompt with its answer
         elif read and any(2 * size > len(text) and all(part in text for part in read) for text in said):
@@ -178,8 +182,3 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, (list, dict)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)
-
-
-def _has(whole: str, text: str) -> bool:
-    """Whether a text stands in another one as words: "2" in "it is 2.", and not "x" in "text"."""
-    return text in whole and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", whole) is not None

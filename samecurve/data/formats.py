@@ -17,7 +17,7 @@ from samecurve.specs.data_names import COMPRESSED, table_kind
 from samecurve.storage.checksums import POINTER_BYTES, pointer_problem
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch, Schema
+    from pyarrow import Schema
     from pyarrow.parquet import ParquetFile
 
 _BOM = codecs.BOM_UTF8
@@ -325,18 +325,14 @@ def table_rows(name: str, table: ParquetFile, groups: Iterable[int], columns: Se
             raise too_long(f"{name}: row {number + 1}")
         for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False):
             if batch.nbytes > LONGEST_ROW:
-                sizes = (_row_bytes(batch, index) for index in range(batch.num_rows))
-                long = next((index for index, size in enumerate(sizes, start=1) if size > LONGEST_ROW), None)
-                if long is not None:
-                    raise too_long(f"{name}: row {number + long}")
+                for nth in range(batch.num_rows):
+                    cells = (column.slice(nth, 1) for column in batch.columns)
+                    # of a dictionary-coded column (pandas' categories) only the row's value counts
+                    cells = (cell.dictionary_decode() if hasattr(cell, "dictionary_decode") else cell for cell in cells)
+                    if sum(cell.nbytes for cell in cells) > LONGEST_ROW:
+                        raise too_long(f"{name}: row {number + nth + 1}")
             number += batch.num_rows
             yield from map(decode, batch.to_pylist())
-
-
-def _row_bytes(batch: RecordBatch, index: int) -> int:
-    """Return the size of one row. Of a dictionary-coded column (pandas' categories) only its value counts."""
-    cells = (column.slice(index, 1) for column in batch.columns)
-    return sum((cell.dictionary_decode() if hasattr(cell, "dictionary_decode") else cell).nbytes for cell in cells)
 
 
 def _hub_decoder(schema: Schema) -> Callable[[dict], dict]:

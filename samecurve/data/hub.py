@@ -147,9 +147,16 @@ def _builder(where: Address, selection: Selection) -> DatasetBuilder:
     except Exception as error:  # any error of the network, the disk or a reader
         # datasets looks into its cache only if the hub fails, which then need not be asked for its configurations
         from_cache = "find cache for" in str(error) or "in the cache" in str(error)
-        raise (None if from_cache else _config_error(name, selection.config, revision)) or _unreadable(
-            name, error
-        ) from error
+        problem, config = _unreadable(name, error), selection.config
+        with contextlib.suppress(Exception):
+            configs = [] if from_cache else datasets.get_dataset_config_names(name, revision=revision)
+            if config is None and len(configs) > 1:
+                fix = f"set data.config to one of the {len(configs)} configurations {_listed(configs)}"
+                problem = DataError(f"{name}: {fix}")
+            if config is not None and not from_cache and config not in configs:
+                fix = f"no configuration is named {config!r}, only {_listed(configs)}; correct data.config"
+                problem = DataError(f"{name}: {fix}")
+        raise problem from error
     known = [str(split) for split in builder.config.data_files or builder.info.splits or ()]
     if selection.split not in known:
         raise DataError(
@@ -196,21 +203,6 @@ def _of_commit(newest: DatasetBuilder, name: str, revision: str | None) -> Datas
         version=folders[-1].parent.name,
         hash=commit,
     )
-
-
-def _config_error(name: str, config: str | None, revision: str | None) -> DataError | None:
-    """Return an error with the existing configurations if the hub lists them and `config` is wrong; else None."""
-    import datasets
-
-    with contextlib.suppress(Exception):
-        known = datasets.get_dataset_config_names(name, revision=revision)
-        if config is None and len(known) > 1:
-            return DataError(f"{name}: set data.config to one of the {len(known)} configurations {_listed(known)}")
-        if config is not None and config not in known:
-            return DataError(
-                f"{name}: no configuration is named {config!r}, only {_listed(known)}; correct data.config"
-            )
-    return None
 
 
 def _listed(names: list[str]) -> str:

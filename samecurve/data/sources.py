@@ -161,21 +161,22 @@ class DataSource:
             raise DataError(f"{error}\nbefore that, {bad.count:,} rows cannot be used\n{bad}") from error
         if not num_rows:
             raise DataError(f"{self.name}: there are no rows; {what_rows_are(self.files, one_is)}")
-        bad.check(num_rows, self._hint(first) if bad.count == num_rows and bad.lack_columns else "")
+        hint = ""
+        if bad.count == num_rows and bad.lack_columns:
+            hint = f"name the columns with {self.columns_are_named_by}"
+            for keys in filter(None, self.other_columns(first[0])):
+                # the first settings of `data` with which all of these rows can be read without a loss
+                candidate, tried = self.reading(keys), Columns()
+                with suppress(DataError):
+                    for row in first:
+                        candidate.read("", row)
+                        tried.add(row, candidate.columns_read(row))
+                    candidate.refuse_lost_content(tried)
+                    hint = f"did you mean {' '.join(f'data.{key}={column}' for key, column in keys.items())}?"
+                    break
+        bad.check(num_rows, hint)
         self.refuse_lost_content(columns)
         return columns
-
-    def _hint(self, rows: list[dict]) -> str:
-        """Return advice: the first settings of `data` with which all of these rows can be read without a loss."""
-        for keys in filter(None, self.other_columns(rows[0])):
-            candidate, columns = self.reading(keys), Columns()
-            with suppress(DataError):
-                for row in rows:
-                    candidate.read("", row)
-                    columns.add(row, candidate.columns_read(row))
-                candidate.refuse_lost_content(columns)
-                return f"did you mean {' '.join(f'data.{key}={column}' for key, column in keys.items())}?"
-        return f"name the columns with {self.columns_are_named_by}"
 
     def _rows(self) -> Iterator[tuple[str, dict | DataError]]:
         rows = (row for file in self.files for row in self._rows_of(file))

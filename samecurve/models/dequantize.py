@@ -54,7 +54,15 @@ class Contents(NamedTuple):
 
     def __str__(self) -> str:
         """Describe what is dequantized, "" if nothing is."""
-        counts = Counter(_layout(stored.shape, stored.packed) for stored in self.weights.values() if stored.packed)
+        counts = Counter[str]()
+        for shape, packed in ((stored.shape[-2:], stored.packed) for stored in self.weights.values() if stored.packed):
+            if packed.block is None:
+                counts["?"] += 1
+            elif packed.transposed:
+                counts[f"{_MX_BLOCK} values"] += 1
+            else:
+                names = {(1, _MX_BLOCK): f"{_MX_BLOCK} values", (1, *shape[1:]): "row", shape: "tensor"}
+                counts[names.get(packed.block) or "block of {} x {}".format(*packed.block)] += 1
         texts = [f"{count:,} weight{'s' * (count > 1)} with a scale per {layout}" for layout, count in counts.items()]
         if self.activation_scales:
             texts.append(f"{len(self.activation_scales):,} scales of activations left out")
@@ -238,11 +246,3 @@ def _block(shape: tuple[int, ...], scales: tuple[int, ...], settings: dict[str, 
         if grid == (*shape[:-2], -(-rows // block[0]), -(-columns // block[1])):
             return block
     return None
-
-
-def _layout(shape: tuple[int, ...], packed: Packed) -> str:
-    if packed.block is None or packed.transposed:
-        return f"{_MX_BLOCK} values" if packed.block else "?"
-    matrix = shape[-2:]
-    names = {(1, _MX_BLOCK): f"{_MX_BLOCK} values", (1, *matrix[1:]): "row", matrix: "tensor"}
-    return names.get(packed.block) or "block of {} x {}".format(*packed.block)

@@ -152,8 +152,30 @@ class Pretrained:
         missing = [name for name in self._names if name in wanted and not self._found(name)]
         problems = [f"model.path: {self._path} holds no tensor for {_listed(missing)}{hint}"] if missing else []
         for name in self._names:
-            if name in wanted and name not in missing:
-                problems += filter(None, [self._problem(name, growing)])
+            if name not in wanted or name in missing:
+                continue
+            target = self._found(name)[0]
+            group, expected = self._group[target], self._shapes[name]
+            shape, stored = group.made[target], {source: self._files[source] for source in group.sources}
+            where = _where(stored)
+            unread = [entry.packed.problem for entry in stored.values() if entry.packed and entry.packed.problem]
+            other = {entry.dtype for entry in stored.values() if not entry.packed}
+            other = sorted(other.difference(dequantize.FLOATS))
+            if group.problem:
+                why = f"({group.problem}); are tensors missing, or is the config another model's?"
+                problems.append(f"{where} cannot make {name} {why}")
+            elif unread:
+                problems.append(f"{where}: {unread[0]}")
+            elif other and name not in self._constants:
+                problems.append(
+                    f"{where}: {', '.join(other)}, which is quantized, and the quantization_config of config.json does "
+                    "not say how; give the model's unquantized weights"
+                )
+            elif shape != expected:
+                made = "has" if list(stored) == [target] else f"would make {name} with"
+                if not (name in growing and shape[1:] == expected[1:] and shape[0] < expected[0]):
+                    text = f"the shape {tuple(shape)}, the config needs {tuple(expected)}"
+                    problems.append(f"{where} {made} {text}")
         unknown = self.unused().unknown
         if unknown and unknown_tensors == "stop":
             problems.append(
@@ -176,7 +198,15 @@ class Pretrained:
                 tensor = made[self._found(name)[0]]
                 if name not in self._constants:
                     tensor = tensor.float()
-                self._check_tied(name, tensor)
+                # the files may have different tensors for weights that the config ties
+                for other in self._found(name)[1:]:
+                    tied = self._group[other]
+                    if not torch.equal(tied.load(self._read)[other].float(), tensor):
+                        stored = {source: self._files[source] for source in tied.sources}
+                        raise ConfigurationError(
+                            f"{_where(stored)} is not {self._found(name)[0]}, but the model's config ties the two; set "
+                            "tie_word_embeddings to false in its config.json"
+                        )
                 if name in growing and tensor.shape[0] < self._shapes[name][0]:
                     tensor = grow_embedding(tensor, self._shapes[name][0])
                 yield name, tensor
@@ -186,48 +216,11 @@ class Pretrained:
         """List those of a parameter's names that are in the files."""
         return [alias for alias in self._names[name] if alias in self._group]
 
-    def _problem(self, name: str, growing: set[str]) -> str:
-        target = self._found(name)[0]
-        group, expected = self._group[target], self._shapes[name]
-        stored = {source: self._files[source] for source in group.sources}
-        where = _where(stored)
-        if group.problem:
-            return (
-                f"{where} cannot make {name} ({group.problem}); are tensors missing, or is the config another model's?"
-            )
-        problems = [entry.packed.problem for entry in stored.values() if entry.packed and entry.packed.problem]
-        if problems:
-            return f"{where}: {problems[0]}"
-        other = {entry.dtype for entry in stored.values() if not entry.packed}
-        other = sorted(other.difference(dequantize.FLOATS))
-        if other and name not in self._constants:
-            return (
-                f"{where}: {', '.join(other)}, which is quantized, and the quantization_config of config.json does not "
-                "say how; give the model's unquantized weights"
-            )
-        shape = group.made[target]
-        room = name in growing and shape[1:] == expected[1:] and shape[0] < expected[0]
-        if shape != expected and not room:
-            made = "has" if list(stored) == [target] else f"would make {name} with"
-            return f"{where} {made} the shape {tuple(shape)}, the config needs {tuple(expected)}"
-        return ""
-
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
         tensors = dequantize.read(self._files, names)
         for name, tensor in tensors.items():
             dequantize.check_finite(self._files[name], name, tensor)
         return tensors
-
-    def _check_tied(self, name: str, tensor: Tensor) -> None:
-        """Raise ConfigurationError if the files have different tensors for weights that the config ties."""
-        for other in self._found(name)[1:]:
-            group = self._group[other]
-            if not torch.equal(group.load(self._read)[other].float(), tensor):
-                stored = {source: self._files[source] for source in group.sources}
-                raise ConfigurationError(
-                    f"{_where(stored)} is not {self._found(name)[0]}, but the model's config ties the two; set "
-                    "tie_word_embeddings to false in its config.json"
-                )
 
 
 def constants(model: nn.Module) -> set[str]:

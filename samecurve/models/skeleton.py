@@ -110,25 +110,21 @@ def check_groups(model: PreTrainedModel, settings: Optimizer) -> None:
             why = "the adapter freezes" if adapters.is_adapted(model) else "this family never trains"
             problems.append(f"{key} matches only parameters that {why}, such as {still[0]}; remove the group")
         else:
-            near = _nearest(group.pattern, [*trained, *aliases])
-            text = f"matches no parameter of this {model.config.model_type}; the nearest names are {', '.join(near)}"
+            # by the part of a name, with `*` for numbers, that is most like the pattern
+            wanted = group.pattern.strip("*.")
+            likeness = dict.fromkeys((re.sub(r"\.\d+(?=\.)", ".*", name) for name in [*trained, *aliases]), 0.0)
+            for name in likeness:
+                parts = name.split(".")
+                tails = (".".join(parts[start:]) for start in range(len(parts)))
+                ratios = (difflib.SequenceMatcher(None, wanted, text).ratio() for text in (*parts, *tails))
+                likeness[name] = max(ratios)
+            near = ", ".join(sorted(likeness, key=likeness.__getitem__, reverse=True)[:3])
+            text = f"matches no parameter of this {model.config.model_type}; the nearest names are {near}"
             problems.append(f"{key} {text} (`*` stands for any text)")
     if not problems and all(group is not None and group.frozen for group in taken.values()):
         problems.append("optimizer.groups: they freeze every parameter, so that nothing is left to train; remove one")
     if problems:
         raise ConfigurationError("\n".join(problems))
-
-
-def _nearest(pattern: str, names: list[str]) -> list[str]:
-    """Return the three names, with `*` for numbers, that have a part most like the pattern."""
-    wanted, general = pattern.strip("*."), dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
-
-    def likeness(name: str) -> float:
-        parts = name.split(".")
-        tails = (".".join(parts[start:]) for start in range(len(parts)))
-        return max(difflib.SequenceMatcher(None, wanted, text).ratio() for text in (*parts, *tails))
-
-    return sorted(general, key=likeness, reverse=True)[:3]
 
 
 def freeze(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel:

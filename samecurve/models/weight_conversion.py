@@ -77,28 +77,20 @@ class Group:
         Args:
             read: reads tensors of `sources` by name.
         """
-        experts = self._experts()
-        if not experts:
-            return self.convert(read(self.sources))
-        ((name, shape),) = self.made.items()
-        stack = torch.empty(shape)
-        for index, expert in enumerate(experts):
-            stack[index] = expert.convert(read(expert.sources))[name][0]
-        return {name: stack}
-
-    def _experts(self) -> list[Group]:
-        """List a group for each expert of a parameter that stacks them, [] for another one."""
         operations = [] if self._rule is None else self._rule.operations
         if len(self.made) != 1 or not operations or not isinstance(operations[0], MergeModulelist):
-            return []
+            return self.convert(read(self.sources))
         ((name, shape),) = self.made.items()
         by_pattern: dict[str, list[str]] = {}
         for source, pattern in self.sources.items():
             by_pattern.setdefault(pattern, []).append(source)
         if operations[0].dim != 0 or {len(sources) for sources in by_pattern.values()} != {shape[0]}:
-            return []
-        rows = zip(*by_pattern.values(), strict=True)
-        return [replace(self, sources=dict(zip(row, by_pattern, strict=True))) for row in rows]
+            return self.convert(read(self.sources))
+        stack = torch.empty(shape)
+        for index, row in enumerate(zip(*by_pattern.values(), strict=True)):
+            expert = replace(self, sources=dict(zip(row, by_pattern, strict=True)))
+            stack[index] = expert.convert(read(expert.sources))[name][0]
+        return {name: stack}
 
 
 def groups(

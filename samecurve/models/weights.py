@@ -216,31 +216,27 @@ def _continued(model: PreTrainedModel, recipe: Recipe) -> set[str]:
 
 
 def _seeded(model: PreTrainedModel, seed: int, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
-    for prefix, unit in _units(model):
-        if any(f"{prefix}.{name}" in wanted for name, _ in unit.named_parameters()):
-            real = _initialised(model, prefix, unit, seed)
-            named = ((f"{prefix}.{name}", parameter.detach()) for name, parameter in real.named_parameters())
-            yield from ((name, tensor) for name, tensor in named if name in wanted)
-
-
-def _initialised(model: PreTrainedModel, prefix: str, unit: nn.Module, seed: int) -> nn.Module:
-    """Build a CPU copy of one block, initialized by the model family's own rule with one random seed per module.
+    """Initialize a CPU copy of one block after another by the model family's own rule, with one random seed per module.
 
     Children come before their parents, as in transformers: GPT-2's attention overwrites its projection's values.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        real = _unset(unit)
-        for name, module in reversed(list(real.named_modules())):
-            key = f"{seed}:{prefix}.{name}".encode()
-            # torch.manual_seed would also seed the GPU's generator, which fork_rng does not restore here
-            torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
-            try:
-                model._init_weights(module)
-            except Exception as error:  # for example a rule that needs the rest of the model
-                text = f"model: {model.config.model_type} cannot be initialized layer by layer: "
-                raise ConfigurationError(f"{text}{prefix}.{name}: {reason(error)}") from error
-    _check_set(model, prefix, real.named_parameters())
-    return real
+    for prefix, unit in _units(model):
+        if not any(f"{prefix}.{name}" in wanted for name, _ in unit.named_parameters()):
+            continue
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            real = _unset(unit)
+            for name, module in reversed(list(real.named_modules())):
+                key = f"{seed}:{prefix}.{name}".encode()
+                # torch.manual_seed would also seed the GPU's generator, which fork_rng does not restore here
+                torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+                try:
+                    model._init_weights(module)
+                except Exception as error:  # for example a rule that needs the rest of the model
+                    text = f"model: {model.config.model_type} cannot be initialized layer by layer: "
+                    raise ConfigurationError(f"{text}{prefix}.{name}: {reason(error)}") from error
+        _check_set(model, prefix, real.named_parameters())
+        named = ((f"{prefix}.{name}", parameter.detach()) for name, parameter in real.named_parameters())
+        yield from ((name, tensor) for name, tensor in named if name in wanted)
 
 
 def _unset(module: nn.Module) -> nn.Module:

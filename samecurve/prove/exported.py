@@ -51,7 +51,14 @@ def export_problem(folder: Path, base: str, records: list[dict[str, Any]]) -> st
         return ""
     if base and Path(base).is_dir() and (lost := sorted(_names(Path(base)) - _names(folder))):
         return f"{len(lost)} tensors of {Path(base).name} are not in it, {lost[0]} the first"
-    return _end_problem(folder, records)
+    ends = {row["last"] for record in records for row in record["masks"]}
+    read = ((name, read_record(folder / name).value) for name in ("generation_config.json", "config.json"))
+    name, settings = next(((name, value) for name, value in read if value is not None), ("", {}))
+    stops = settings.get("eos_token_id")
+    stops = stops if isinstance(stops, list) else [stops]
+    if name and len(ends) == 1 and not ends & {*stops}:
+        return f"all rows end with token {ends.pop()}, and {name} stops at {stops}"
+    return ""
 
 
 def _names(folder: Path) -> set[str]:
@@ -60,14 +67,3 @@ def _names(folder: Path) -> set[str]:
         with safe_open(path, "pt") as file:
             names |= {*file.keys()}
     return names
-
-
-def _end_problem(folder: Path, records: list[dict[str, Any]]) -> str:
-    ends = {row["last"] for record in records for row in record["masks"]}
-    for name in ("generation_config.json", "config.json"):
-        settings = read_record(folder / name).value
-        if settings is not None and len(ends) == 1:
-            stops = settings.get("eos_token_id")
-            stops = stops if isinstance(stops, list) else [stops]
-            return "" if ends & {*stops} else f"all rows end with token {ends.pop()}, and {name} stops at {stops}"
-    return ""

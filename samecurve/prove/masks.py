@@ -60,25 +60,24 @@ class Masks:
             trained = [place for place, label in enumerate(wanted) if label != IGNORE_INDEX]
             if others[index].any() or (self._hides and not trained):
                 continue
+            turns: list[tuple[str, int, int]] = []  # (role, number of tokens, number of trained ones)
+            place = 0
+            while place < len(row):
+                known = self._turns.get(tuple(row[place : place + 2]), ())
+                fits = [turn for turn in known if row[place : place + len(turn[0])] == turn[0]]
+                said, content = max(fits, key=lambda turn: len(turn[0]), default=([0], ""))
+                if role := self._roles.get(content, ""):
+                    num_trained = sum(label != IGNORE_INDEX for label in wanted[place : place + len(said)])
+                    turns.append((role, len(said), num_trained))
+                place += len(said)
             last = trained[-1] if trained else len(row)
             yield {
                 "tokens": len(row),
                 "trained": len(trained),
                 "last": row[last] if trained else None,
                 "next": row[last + 1] if last + 1 < len(row) else None,
-                "turns": [*self._turns_of(row, wanted)],
+                "turns": turns,
             }
-
-    def _turns_of(self, row: list[int], labels: list[int]) -> Iterator[tuple[str, int, int]]:
-        """Role, number of tokens and number of trained ones of each turn that stands in a row."""
-        place = 0
-        while place < len(row):
-            turns = self._turns.get(tuple(row[place : place + 2]), ())
-            fits = [turn for turn in turns if row[place : place + len(turn[0])] == turn[0]]
-            ids, content = max(fits, key=lambda turn: len(turn[0]), default=([0], ""))
-            if role := self._roles.get(content, ""):
-                yield role, len(ids), sum(label != IGNORE_INDEX for label in labels[place : place + len(ids)])
-            place += len(ids)
 
 
 def mask_problem(rows: list[dict[str, Any]]) -> str:

@@ -232,7 +232,21 @@ class Proof:
         else:
             self._judge_rows(verdict, run, "resume", where)
             _judge_curves(verdict, run.curves, ("resume", "resume"), (self.expected, self.rounding), where)
-            self._judge_export(verdict, run)
+            # the export, read back, beside the reference's weights; the run has compared its logits itself
+            weights = self.weights_of(run.directory / "model")
+            verdict.largest["export"] = None
+            if same := _VERIFIED.search(run.log.read_text(encoding="utf-8")):
+                verdict.largest["export"] = float(same[1])
+            if names := sorted(weights.keys() ^ self.expected.weights.keys()):
+                text = f"{len(names)} weights are in one of the two alone: {names[0]}"
+                verdict.findings.append(Finding("export", STEPS, text))
+            else:
+                away = compared(Curves([], [], weights), self.expected, self.start).values["weights"][0]
+                bound = self.rounding.bound("weights", 0)
+                verdict.largest["weights"] = away
+                if not away <= bound:
+                    text = f"{away:.1e} of their change since the start away, rounding explains {bound:.1e}"
+                    verdict.findings.append(Finding("weights", STEPS, text))
         verdict.seconds += time.monotonic() - began
 
     def _judge_rows(self, verdict: Verdict, run: Outcome, check: str, where: str) -> None:
@@ -244,25 +258,6 @@ class Proof:
                 text = f"{lost} of {expected.total()} rows of the step are not read, {more} are others or read twice"
                 verdict.findings.append(Finding(check, step, where + text))
                 return
-
-    def _judge_export(self, verdict: Verdict, run: Outcome) -> None:
-        """Compare the export, read back, with the reference's weights; the run has compared its logits itself."""
-        weights = self.weights_of(run.directory / "model")
-        verdict.largest["export"] = None
-        if same := _VERIFIED.search(run.log.read_text(encoding="utf-8")):
-            verdict.largest["export"] = float(same[1])
-        if weights.keys() != self.expected.weights.keys():
-            names = sorted(weights.keys() ^ self.expected.weights.keys())
-            verdict.findings.append(
-                Finding("export", STEPS, f"{len(names)} weights are in one of the two alone: {names[0]}")
-            )
-            return
-        away = compared(Curves([], [], weights), self.expected, self.start).values["weights"][0]
-        bound = self.rounding.bound("weights", 0)
-        verdict.largest["weights"] = away
-        if not away <= bound:
-            text = f"{away:.1e} of their change since the start away, rounding explains {bound:.1e}"
-            verdict.findings.append(Finding("weights", STEPS, text))
 
 
 def _judge_curves(

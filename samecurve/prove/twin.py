@@ -107,10 +107,18 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     most = recipe.data.max_samples or MOST_DOCUMENTS + 1
     if recipe.data.path is not None and Path(recipe.data.path).is_file() and most > MOST_DOCUMENTS:
         smaller.append(f"data.max_samples={MOST_DOCUMENTS}")
-    started, stand_in = [*given, *smaller], _unreachable(recipe)
+    started, model = [*given, *smaller], recipe.model
+    stand_in = ""  # why the model and its tokenizer cannot be read
+    if model.path is not None:
+        try:
+            hf_config.stored_config(model.path, model.trust_remote_code, model.revision)
+        except ConfigurationError as error:
+            if Path(model.path).is_dir():
+                raise
+            stand_in = str(error).partition(" (")[2].partition(");")[0].partition(". ")[0] or str(error)
     if stand_in:
         not_judged.append(
-            f"{recipe.model.path}: not reached ({stand_in}); a Llama stands in for its family, ChatML for its template "
+            f"{model.path}: not reached ({stand_in}); a Llama stands in for its family, ChatML for its template "
             f"and {VOCABULARY} tokens learnt from the data for its tokenizer: model.path=FOLDER judges the real ones"
         )
         kept = [word for word in started if word.split("=")[0].split(".")[0] not in ("model", "tokenizer")]
@@ -120,7 +128,7 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     assert source.recipe is not None
     task = registry.load_task(source.recipe)
     _write_model(source.recipe, recipe, task, folder)
-    own = recipe.tokenizer.path or (None if recipe.model.revision or stand_in else recipe.model.path)
+    own = recipe.tokenizer.path or (None if model.revision or stand_in else model.path)
     settings = _settings(path, given, smaller, recipe, folder, own or str(folder / "model"))
     twin = Twin(path, folder, settings, recipes.load_recipe(path, settings), not_judged=not_judged)
     task = registry.load_task(twin.recipe)
@@ -130,22 +138,8 @@ def derive(path: str, given: Sequence[str], folder: Path) -> Twin:
     if not twin.why_not_looped:
         texts = [[text for batch in step for text in texts_of(batch)] for step in steps]
         _write_loop(twin.recipe, texts, folder)
-        _judge_trained(twin, _count_trained(twin, task, [text for step in texts for text in step]))
+        _judge_trained(twin, task, [text for step in texts for text in step])
     return twin
-
-
-def _unreachable(recipe: Recipe) -> str:
-    """Return why the recipe's model and tokenizer cannot be read, "" if they can."""
-    path, settings = recipe.model.path, recipe.model
-    if path is None:
-        return ""
-    try:
-        hf_config.stored_config(path, settings.trust_remote_code, settings.revision)
-    except ConfigurationError as error:
-        if Path(path).is_dir():
-            raise
-        return str(error).partition(" (")[2].partition(");")[0].partition(". ")[0] or str(error)
-    return ""
 
 
 def _write_model(recipe: Recipe, real: Recipe, task: Task, folder: Path) -> None:
@@ -309,13 +303,13 @@ def _write_loop(recipe: Recipe, texts: list[list[dict[str, list[int]]]], folder:
     shutil.copyfile(Path(__file__).with_name("plain_loop.py"), folder / "judge.py")
 
 
-def _count_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) -> Counter[tuple[str | None, bool]]:
-    """Count the tokens of the texts by what they are and whether they are trained."""
+def _judge_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) -> None:
+    """Count the texts' tokens by what they are and whether they are trained, and compare with the recipe's promise."""
     counts, data = Counter[tuple[str | None, bool]](), twin.recipe.data
     if TASKS[twin.recipe.task].chats:
         if data.path is None or data.streaming or not data.chat or data.train_on != "assistant":
             twin.not_judged.append("which tokens are trained: only for data.path with data.train_on=assistant")
-            return counts
+            return
         by_start: dict[tuple[int, ...], list[tuple[Conversation, str]]] = {}
         selection = sources.Selection.of(twin.recipe, data)
         source = find.find_conversations(data.path, data.pattern, ChatSchema.of(data), selection)
@@ -334,14 +328,8 @@ def _count_trained(twin: Twin, task: Task, texts: list[dict[str, list[int]]]) ->
             why = "tools, reasoning, weights, or another rendering than transformers' apply_chat_template"
             twin.not_judged.append(f"which tokens of {unknown} of {len(texts)} conversations are trained: {why}")
     else:
-        for text in texts:  # nothing precedes a causal text's first token
-            labels = text["labels"][1:] if "pretrain" in twin.recipe.task else text["labels"]
-            counts.update(("the texts", label != IGNORE_INDEX) for label in labels)
-    return counts
-
-
-def _judge_trained(twin: Twin, counts: Counter[tuple[str | None, bool]]) -> None:
-    """Compare the trained tokens with what the recipe promises."""
+        first = 1 if "pretrain" in twin.recipe.task else 0  # nothing precedes a causal text's first token
+        counts.update(("the texts", label != IGNORE_INDEX) for text in texts for label in text["labels"][first:])
     must = {"assistant"} | ({"the texts"} if "pretrain" in twin.recipe.task else set())
     for kind in sorted({kind for kind, _ in counts if kind}):
         trained, others = counts[kind, True], counts[kind, False]

@@ -156,7 +156,21 @@ def pair(place: str, row: dict, schema: PairSchema) -> Pair:
             "better one; correct or remove the row"
         )
     if prompt is None:
-        prompt, chosen, rejected = _split(place, names, chosen, rejected, schema.chat)
+        # the longest common prefix of messages, or of characters
+        one, other = (chosen, rejected) if schema.chat else (chosen[0]["content"], rejected[0]["content"])
+        length = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+        # A space before the first different character belongs to the answers, as tokenizers join it to the word.
+        length -= bool(length) and one[length - 1] == " "
+        if not length:
+            raise DataError(
+                f"{place}: {names[0]!r} and {names[1]!r} do not begin with the same "
+                f"{'message' if schema.chat else 'character'}, so they have no common prompt; correct or remove the "
+                "row, or set data.prompt_column"
+            )
+        prompt, chosen, rejected = one[:length], one[length:], other[length:]
+        if not schema.chat:
+            parts = (("user", prompt), ("assistant", chosen), ("assistant", rejected))
+            prompt, chosen, rejected = (({"role": role, "content": text},) for role, text in parts)
     elif all(answer[: len(prompt)] == prompt for answer in (chosen, rejected)):
         # Some data sets repeat the prompt in front of both answers.
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -245,26 +259,6 @@ def _preferred(place: str, column: str, verdict: Any) -> int:
             "to leave out all such rows"
         )
     return 1 if number < 0 else -1
-
-
-def _split(
-    place: str, names: tuple[str, str], chosen: Turns, rejected: Turns, chat: bool
-) -> tuple[Turns, Turns, Turns]:
-    """Return (prompt, chosen, rejected). The prompt is the longest common prefix of messages, or of characters."""
-    one, other = (chosen, rejected) if chat else (chosen[0]["content"], rejected[0]["content"])
-    length = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
-    # A space before the first different character belongs to the answers, as tokenizers join it to the word.
-    length -= bool(length) and one[length - 1] == " "
-    if not length:
-        raise DataError(
-            f"{place}: {names[0]!r} and {names[1]!r} do not begin with the same {'message' if chat else 'character'}, "
-            "so they have no common prompt; correct or remove the row, or set data.prompt_column"
-        )
-    if chat:
-        return chosen[:length], chosen[length:], rejected[length:]
-    parts = (("user", one[:length]), ("assistant", one[length:]), ("assistant", other[length:]))
-    prompt, chosen, rejected = (({"role": role, "content": text},) for role, text in parts)
-    return prompt, chosen, rejected
 
 
 _UNPAIRED = (
