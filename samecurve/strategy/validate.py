@@ -44,7 +44,7 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
     """
     if files.accelerate.content:
         _walk(files.accelerate, ACCELERATE)
-        check_accelerate(files.accelerate)
+        check_parallelism(files.accelerate)
     if files.deepspeed.content:
         _walk(files.deepspeed, DEEPSPEED)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
@@ -233,7 +233,7 @@ _FSDP_IN_STAGES = ("fsdp_version", "fsdp_cpu_ram_efficient_loading")
 _CUT = ("GPipe", "1F1B", "Interleaved1F1B")  # with tensor parallelism
 
 
-def check_accelerate(document: Document) -> None:
+def check_parallelism(document: Document) -> None:
     """Add the problems of an Accelerate YAML with parallel sizes, or with a block that its type cannot use."""
     kind, block = document.get("distributed_type"), document.get(_BLOCK)
     if "distributed_type" not in document.content:
