@@ -20,7 +20,20 @@ _STAGE = ("zero_optimization", "stage")
 def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     """Add the problems of a DeepSpeed JSON, alone and together with the recipe, to its document."""
     _reduction(document, strategy, source)
-    _offload(document, strategy)
+    for part in ("offload_optimizer", "offload_param"):
+        path = ("zero_optimization", part)
+        device = document.get(*path, "device")
+        if device == "nvme" and document.get(*path, "nvme_path") is None:
+            document.problem((*path, "nvme_path"), "missing; set it to a folder on a local disk")
+        if device == "nvme" and part == "offload_optimizer" and strategy.zero_stage in (1, 2):
+            text = f'ZeRO stage {strategy.zero_stage} silently offloads to the CPU instead; write "cpu" or use stage 3'
+            document.problem((*path, "device"), f"found {describe(device)}, but {text}")
+        if device in ("cpu", "nvme") and strategy.schedule:
+            document.problem(path, f"the pipeline of {dated('deepspeed')} does not offload; remove it")
+    if strategy.secondary_partition > 1 and any(part.startswith("param:") for part in strategy.offload):
+        text = f"found {strategy.secondary_partition}, but a second copy of offloaded weights has not been compared "
+        text += "with one process; remove it or offload_param"
+        document.problem(("zero_optimization", "zero_hpz_partition_size"), text)
     if strategy.schedule:
         _pipeline(document, strategy, source)
         _unsharded(document, source)
@@ -44,24 +57,6 @@ def _reduction(document: Document, strategy: Strategy, source: RecipeSource) -> 
     if document.get(*path) == "fp16" and _precision_asked(source) not in (None, "fp16"):
         text = f'found "fp16" (text), but fp16 gradients need a loss scale, and {source.cite("precision")}'
         document.problem(path, f'{text}; use "fp32" or "bf16"')
-
-
-def _offload(document: Document, strategy: Strategy) -> None:
-    low_stage = strategy.zero_stage in (1, 2)
-    for part in ("offload_optimizer", "offload_param"):
-        path = ("zero_optimization", part)
-        device = document.get(*path, "device")
-        if device == "nvme" and document.get(*path, "nvme_path") is None:
-            document.problem((*path, "nvme_path"), "missing; set it to a folder on a local disk")
-        if device == "nvme" and part == "offload_optimizer" and low_stage:
-            text = f'ZeRO stage {strategy.zero_stage} silently offloads to the CPU instead; write "cpu" or use stage 3'
-            document.problem((*path, "device"), f"found {describe(device)}, but {text}")
-        if device in ("cpu", "nvme") and strategy.schedule:
-            document.problem(path, f"the pipeline of {dated('deepspeed')} does not offload; remove it")
-    if strategy.secondary_partition > 1 and any(part.startswith("param:") for part in strategy.offload):
-        text = f"found {strategy.secondary_partition}, but a second copy of offloaded weights has not been compared "
-        text += "with one process; remove it or offload_param"
-        document.problem(("zero_optimization", "zero_hpz_partition_size"), text)
 
 
 def _pipeline(document: Document, strategy: Strategy, source: RecipeSource) -> None:
