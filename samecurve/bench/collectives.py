@@ -41,13 +41,8 @@ def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
         raise ConfigurationError("--backend: found nccl, but PyTorch finds no GPU; use gloo")
     backend = arguments.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     names = printing.parse_names("--collectives", arguments.collectives, COLLECTIVES, COLLECTIVES)
-    if "RANK" not in os.environ:
-        return _start(arguments, backend)
-    return _measure(arguments, backend, names, sizes)
-
-
-def _start(arguments: argparse.Namespace, backend: str) -> int:
-    """Run the same command in several processes and return the exit code."""
+    if "RANK" in os.environ:
+        return _measure(arguments, backend, names, sizes)
     num_gpus = torch.cuda.device_count()
     processes = arguments.num_processes or (num_gpus if backend == "nccl" else 2)
     if backend == "gloo" and processes > (most := PROCESSES_PER_CORE * num_cores()):

@@ -141,17 +141,16 @@ def run(arguments: argparse.Namespace, recipe: Recipe) -> int:
     title = f"rows per second of one rank that only reads, on {len(cores)} of {facts['cores']} cores"
     printing.print_table(["workers", "rows/s"], shown, title)
     best = fewest_workers(rates, needed)
-    printing.print_line(_verdict(best, needed, processes))
-    numbers = {"processes_per_node": processes, "rows_per_second": rates, "needed": needed, "enough": best}
-    printing.write_json_file(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
-    return 0
-
-
-def _verdict(best: int | None, needed: float | None, processes: int) -> str:
     where = f"with {processes} process{'es' * (processes > 1)} on this host"
     if needed is None:
         advice = "more workers are hardly faster; --run RUN compares with what training needs"
-        return f"data.num_workers={best}, {where}: {advice}"
-    if best is None:
-        return f"no number of workers is enough {where}: training needs {needed:,.0f} rows/s, with {MARGIN:g} as margin"
-    return f"data.num_workers={best} is enough {where}: training needs {needed:,.0f} rows/s"
+        verdict = f"data.num_workers={best}, {where}: {advice}"
+    else:
+        verdict = f"data.num_workers={best} is enough {where}: training needs {needed:,.0f} rows/s"
+        if best is None:
+            verdict = f"no number of workers is enough {where}: training needs {needed:,.0f} rows/s"
+            verdict += f", with {MARGIN:g} as margin"
+    printing.print_line(verdict)
+    numbers = {"processes_per_node": processes, "rows_per_second": rates, "needed": needed, "enough": best}
+    printing.write_json_file(arguments.json, "dataloader", facts, recipe=arguments.recipe, **numbers)
+    return 0

@@ -62,7 +62,11 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
             f"the run quantized {base} to {recipe.adapter.quantization}, which is not done here: losses differ slightly"
         )
     print(f"{folder} on {facts['device']} in {facts['precision']}; {facts['rows']:,} rows of {source}")
-    print("\n".join(_table(metrics, before)))
+    if before:
+        print(f"{'':<{LABEL_WIDTH}}{'now':>{NUMBER_WIDTH}}   in the run, after step {before['step']}")
+    for name, value in metrics.items():
+        was = f"   {number(before[name])}" if name in before else ""
+        print(f"{spaced(name.removeprefix('eval_')):<{LABEL_WIDTH}}{number(value):>{NUMBER_WIDTH}}{was}")
     if arguments.json:
         about = {"run": directory, "model": folder, "data": source, **facts}
         write_json(arguments.json, {**about, "metrics": metrics, "run_wrote": before or None})
@@ -111,12 +115,3 @@ def _progress_bar() -> Iterator[tuple[Callable[[int], None], Callable[[], None]]
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         shown = bar.add_task("evaluating", total=None)
         yield lambda total: bar.update(shown, total=total, completed=0), lambda: bar.advance(shown)
-
-
-def _table(metrics: dict[str, float], before: dict[str, float]) -> Iterator[str]:
-    """Yield one line per number, with the value from training's last evaluation, if any, in a second column."""
-    if before:
-        yield f"{'':<{LABEL_WIDTH}}{'now':>{NUMBER_WIDTH}}   in the run, after step {before['step']}"
-    for name, value in metrics.items():
-        was = f"   {number(before[name])}" if name in before else ""
-        yield f"{spaced(name.removeprefix('eval_')):<{LABEL_WIDTH}}{number(value):>{NUMBER_WIDTH}}{was}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,9 @@ def variants(recipe: Recipe, keys: Sequence[str] = OPTIONS) -> list[Variant]:
         for dotted, values in _options(key):
             now = attrgetter(dotted)(recipe)
             for value in (value for value in values if value != now):
-                overrides = *filter(None, [_NEEDED.get(dotted)]), f"{dotted}={_shown(value)}"
+                is_word = value is None or isinstance(value, bool)
+                shown = json.dumps(value) if is_word else value  # as YAML, too: null, true, false
+                overrides = *filter(None, [_NEEDED.get(dotted)]), f"{dotted}={shown}"
                 listed.append(Variant(" ".join(overrides), overrides))
     return listed
 
@@ -136,13 +139,6 @@ def _few(annotation: Any) -> tuple:
         parts = [_few(part) for part in get_args(annotation)]
         return tuple(value for part in parts for value in part) if all(parts) else ()
     return ()
-
-
-def _shown(value: Any) -> str:
-    """Format a value as YAML for the command line."""
-    if value is None or isinstance(value, bool):
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
 
 
 def verdicts(rounds: Mapping[str, Sequence[MeasuredRun]], among: Sequence[Variant]) -> list[Verdict]:

@@ -38,8 +38,18 @@ def run(arguments: argparse.Namespace, job: StrategyJob, settings: Sequence[str]
     facts = timing.describe_environment(timing.default_device())
     printing.print_line(timing.environment_line(facts, ("torch", "transformers", "accelerate", "deepspeed")))
     output = arguments.output or Path("runs/bench_step") / Path(arguments.recipe).stem
+    variants: dict[Variant, tuple[StrategyJob, list[str]]] = {}
     with storage_errors(output):
-        variants = {variant: _changed(job, variant, output / f"{nth:02d}") for nth, variant in enumerate(among)}
+        output.mkdir(parents=True, exist_ok=True)
+        for nth, variant in enumerate(among):
+            keys = [override for override in variant.overrides if is_key(override)]  # of the strategy's files
+            changed = job
+            if keys:
+                if job.path is None:
+                    text = f"found {keys[0]}, but {job.name} has no strategy file; choose another --strategy"
+                    raise ConfigurationError(f"--variant: {text}")
+                changed = replace(job, path=write_changed(job.path, keys, output / f"{nth:02d}"))
+            variants[variant] = changed, [override for override in variant.overrides if override not in keys]
     rounds, reasons = _measure(variants, arguments, settings, output)
     if UNCHANGED in reasons:
         raise ConfigurationError(f"{arguments.recipe}: the unchanged recipe fails: {reasons[UNCHANGED]}")
@@ -88,23 +98,6 @@ def _measure(
             rounds[variant.name].append(MeasuredRun.from_metrics(metrics, arguments.warmup_steps))
             printing.print_line(f"{label}: {rounds[variant.name][-1].tokens_per_second:,.0f} tokens/s")
     return rounds, reasons
-
-
-def _changed(job: StrategyJob, variant: Variant, folder: Path) -> tuple[StrategyJob, list[str]]:
-    """Apply a variant: write changed strategy files to `folder`, if any, and return (job, overrides of the recipe).
-
-    Raises ConfigurationError for a key of a strategy file that does not exist.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    keys = [override for override in variant.overrides if is_key(override)]
-    overrides = [override for override in variant.overrides if override not in keys]
-    if not keys:
-        return job, overrides
-    if job.path is None:
-        raise ConfigurationError(
-            f"--variant: found {keys[0]}, but {job.name} has no strategy file; choose another --strategy"
-        )
-    return replace(job, path=write_changed(job.path, keys, folder)), overrides
 
 
 def _show(measured: Sequence[Verdict], job: StrategyJob, arguments: argparse.Namespace) -> None:

@@ -256,7 +256,15 @@ class _FileWriter:
         if not self._problems:
             self._flush()
         if not self._problems:
-            self._finish_files(kept)
+            try:
+                if self._unchanged:
+                    path = self._directory / "constants.safetensors"
+                    with storage_errors(self._directory):
+                        save_file(self._unchanged, path, metadata=METADATA)
+                    self._shards.append(Shard(path, UNCHANGED, list(self._unchanged)))
+                name_shards([*self._shards, *write_kept(self._directory, kept)])
+            except (CheckpointError, StorageError) as error:
+                self._problems.append(error)
         if self._problems:
             listed = "\n".join(f"  {problem}" for problem in self._problems)
             raise type(self._problems[0])(f"the model was not exported to {self._directory.stem}/:\n{listed}")
@@ -289,18 +297,6 @@ class _FileWriter:
             self._problems.append(error)
         self._shard = {}
         self._shard_size = 0
-
-    def _finish_files(self, kept: Mapping[str, Stored]) -> None:
-        """Write the unchanged tensors, and name all files."""
-        try:
-            if self._unchanged:
-                path = self._directory / "constants.safetensors"
-                with storage_errors(self._directory):
-                    save_file(self._unchanged, path, metadata=METADATA)
-                self._shards.append(Shard(path, UNCHANGED, list(self._unchanged)))
-            name_shards([*self._shards, *write_kept(self._directory, kept)])
-        except (CheckpointError, StorageError) as error:
-            self._problems.append(error)
 
 
 def out_of_range(name: str, tensor: Tensor, dtype: torch.dtype) -> NumericError | None:

@@ -125,7 +125,7 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
         f"# {_escaped(Path(facts['output_dir']).name)}\n",
         *(_use_gguf(facts, info) if info.gguf else _use(facts, info)),
         "## Training\n",
-        _table([("", ""), *_made_of(facts, recipe), *_how(facts, history, info)]),
+        _table([("", ""), *_training(facts, history, info)]),
         *_curve(history),
         *_evaluation(facts, history),
         *_sessions(known),
@@ -226,7 +226,9 @@ def _use_gguf(facts: dict, info: ExportInfo) -> Iterator[str]:
     yield "\n".join(["```python", *lines, "```\n"])
 
 
-def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
+def _training(facts: dict, history: History, info: ExportInfo) -> Iterator[tuple[str, object]]:
+    """Yield what the model was made of, and how."""
+    recipe = facts["recipe"]
     overrides = " ".join(facts.get("overrides", ()))
     yield "task", recipe["task"]
     yield "recipe", f"{facts.get('recipe_path', UNKNOWN)} {overrides}".strip()
@@ -257,9 +259,6 @@ def _made_of(facts: dict, recipe: dict) -> Iterator[tuple[str, object]]:
             fingerprint = f"; fingerprint {prints.get(part, UNKNOWN)}" if part in ("train", "held_out") else ""
             yield spaced(part), listed + fingerprint
 
-
-def _how(facts: dict, history: History, info: ExportInfo) -> Iterator[tuple[str, object]]:
-    recipe = facts["recipe"]
     batch, optimizer, schedule = recipe["batch"], recipe["optimizer"], recipe["schedule"]
     done, skipped = history.last.get("step", UNKNOWN), history.last.get("skipped_steps", 0)
     yield "optimizer steps", f"{done} of {recipe['steps']}" + (f", {skipped} of them skipped" if skipped else "")

@@ -8,8 +8,8 @@ medians are those of evenly spaced steps (see EvenlySpaced) in a run of more ste
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,22 @@ class History:
         self.smoothed: dict[str, list[Point]] = {}
         self.totals: dict[str, float] = {}
         self.ends: dict[str, tuple[float, float]] = {}
-        self._start_step = start_step
         self._averages: dict[str, tuple[float, float]] = dict.fromkeys(SMOOTHED, (0.0, 0.0))  # with their weights
-        good, width = self._without_damaged(records), max(1, math.ceil(num_steps / NUM_BUCKETS))
-        while bucket := list(islice(good, width)):
+        width, bucket = max(1, math.ceil(num_steps / NUM_BUCKETS)), []
+        for record in records:
+            if record is None:
+                self.num_damaged += 1
+                continue
+            self.records.add(record)
+            if record["step"] > start_step:
+                self.session.add(record)
+            if "eval_loss" in record:
+                self.evaluations.add(record)
+            bucket.append(record)
+            if len(bucket) == width:
+                self._add(bucket)
+                bucket = []
+        if bucket:
             self._add(bucket)
 
     @classmethod
@@ -82,18 +94,6 @@ class History:
     def values(self, name: str) -> list[float]:
         """List the values of a key at evenly spaced steps."""
         return [record[name] for record in self.records if record.get(name) is not None]
-
-    def _without_damaged(self, records: Iterable[dict | None]) -> Iterator[dict]:
-        for record in records:
-            if record is None:
-                self.num_damaged += 1
-                continue
-            self.records.add(record)
-            if record["step"] > self._start_step:
-                self.session.add(record)
-            if "eval_loss" in record:
-                self.evaluations.add(record)
-            yield record
 
     def _add(self, bucket: Sequence[dict]) -> None:
         self.num_steps += len(bucket)

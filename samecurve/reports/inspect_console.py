@@ -68,7 +68,14 @@ def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
         num_samples: how many rows of the training part are shown token by token.
         html: where to write the HTML page; None for none.
     """
-    task, refused = _load_also_few_rows(recipe)
+    refused = ""
+    try:
+        task = registry.load_task(recipe)
+    except DataError as error:  # too few data to train on, or to hold out some, are shown all the same
+        refused = str(error)
+        batch = recipe.batch.model_copy(update={"global_batch_size": 1})
+        data = recipe.data.model_copy(update={"validation_fraction": 0.0})
+        task = registry.load_task(recipe.model_copy(update={"batch": batch, "data": data}))
     named = []
     for name, rows in (("train", task.train), ("held out", task.validation)):
         parts = rows.parts if rows is not None else ()
@@ -95,23 +102,6 @@ def run(recipe: Recipe, title: str, num_samples: int, html: Path | None) -> int:
         write_text(html, html_document(title, "mark { background: #a6e3a1; color: inherit }", page))
         console.print(f"\n{html}")
     return 0
-
-
-def _load_also_few_rows(recipe: Recipe) -> tuple[Task, str]:
-    """Load the task, also of data that are too few to train on or to hold out some.
-
-    Returns:
-        (task, why training would refuse the data): "" if it would not.
-
-    Raises:
-        DataError: there is no row to show.
-    """
-    try:
-        return registry.load_task(recipe), ""
-    except DataError as error:
-        batch = recipe.batch.model_copy(update={"global_batch_size": 1})
-        data = recipe.data.model_copy(update={"validation_fraction": 0.0})
-        return registry.load_task(recipe.model_copy(update={"batch": batch, "data": data})), str(error)
 
 
 def _roles(rows: Rows) -> tuple[str, ...]:
@@ -159,10 +149,18 @@ def _sample(task: Task, rows: Rows, index: int) -> ShownSample:
     label, lost, roles = "", 0, _roles(task.train.parts[0])
     role = roles[index % len(roles)] if roles else ""
     if isinstance(rows, TextRows):
-        tokens, trained = _row(rows, index)
-        if isinstance(rows, LabelledRows) and not role:
-            assert isinstance(task, ClassifyTask)  # the texts of other tasks have a role
-            label = task.label_of(rows, index)
+        arrays, size = rows[np.array([index])], int(rows.sizes[index])
+        tokens = arrays.inputs["input_ids"][0, :size]
+        if isinstance(rows, LabelledRows):
+            trained = np.zeros(size, dtype=bool)
+            if not role:
+                assert isinstance(task, ClassifyTask)  # the texts of other tasks have a role
+                label = task.label_of(rows, index)
+        else:
+            labels = arrays.labels[0, :size]
+            trained = labels != IGNORE_INDEX
+            if not isinstance(rows, TaggedRows):  # what is masked in the input is taken from the labels
+                tokens = np.where(trained, labels, tokens)
     else:
         tokens, trained = _document(rows, index)
         if isinstance(rows, SampleRows):
@@ -176,17 +174,6 @@ def _sample(task: Task, rows: Rows, index: int) -> ShownSample:
         # some tokenizers would drop spaces in front of punctuation, which the trained text has
         runs.append((task.tokenizer.decode(ids, clean_up_tokenization_spaces=False), mark, len(ids)))
     return ShownSample(runs, lost, label, role)
-
-
-def _row(rows: TextRows, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (original tokens, mask of trained tokens). Tokens masked in the input are taken from the labels."""
-    arrays, size = rows[np.array([index])], int(rows.sizes[index])
-    tokens = arrays.inputs["input_ids"][0, :size]
-    if isinstance(rows, LabelledRows):
-        return tokens, np.zeros(size, dtype=bool)
-    labels = arrays.labels[0, :size]
-    shown = tokens if isinstance(rows, TaggedRows) else np.where(labels == IGNORE_INDEX, tokens, labels)
-    return shown, labels != IGNORE_INDEX
 
 
 def _counts(rows: Rows, tokenizer: PreTrainedTokenizerFast, lengths: np.ndarray) -> dict[str, str]:
@@ -245,17 +232,6 @@ def _ends(rows: Rows, tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _members(rows: Rows, row: int) -> list[int]:
-    """Return the tokens of each document in a row, without padding."""
-    if isinstance(rows, PackedSampleRows):
-        return rows.sizes[rows.members[rows.row_offsets[row] : rows.row_offsets[row + 1]]].tolist()
-    if isinstance(rows, PackedRows):  # a document starts where positions restart at 0
-        positions = rows[np.array([row])].inputs["position_ids"][0]
-        return np.diff([*np.flatnonzero(positions == 0).tolist(), len(positions)]).tolist()
-    assert isinstance(rows, (SampleRows, TextRows))
-    return [int(rows.sizes[row])]
-
-
 def summary(sample: ShownSample) -> str:
     trained = sum(count for _, mark, count in sample.runs if mark)
     total = sum(count for _, _, count in sample.runs)
@@ -305,7 +281,15 @@ def _lines(name: str, rows: Rows, tokenizer: PreTrainedTokenizerFast) -> Iterato
     num_rows = min(SHOWN_ROWS, len(shown))
     yield f"  the first {num_rows} rows, {rows.sequence_length} tokens wide"
     for index in range(num_rows):
-        members = _members(shown, index)
+        # the tokens of each document in the row, without padding
+        if isinstance(shown, PackedSampleRows):
+            members = shown.sizes[shown.members[shown.row_offsets[index] : shown.row_offsets[index + 1]]].tolist()
+        elif isinstance(shown, PackedRows):  # a document starts where positions restart at 0
+            positions = shown[np.array([index])].inputs["position_ids"][0]
+            members = np.diff([*np.flatnonzero(positions == 0).tolist(), len(positions)]).tolist()
+        else:
+            assert isinstance(shown, (SampleRows, TextRows))
+            members = [int(shown.sizes[index])]
         number = f"{len(members)} document{'s' * (len(members) > 1)}"
         yield f"  {index:>{LABEL_WIDTH - 2}}  {bar_of(members, rows.sequence_length)} {number}"
 

@@ -50,24 +50,21 @@ def read_fsdp1(document: Document, notes: list[str], no_effect: dict[str, str]) 
         why = f"only the layers of fsdp_auto_wrap_policy {_LAYERS} run in a known order"
         no_effect["fsdp_config.fsdp_forward_prefetch"] = why
     for key, kind in kinds.items():
-        _shard(document, key, kind, notes)
-
-
-def _shard(document: Document, key: str, kind: str, notes: list[str]) -> None:
-    place, block = document.place(("fsdp_config", key)), document.content.get("fsdp_config", {})
-    if kind == "NO_SHARD":
-        document.content["distributed_type"] = "MULTI_GPU"
-        document.content.pop("fsdp_config", None)
-        notes.append(f"{place}: NO_SHARD shards nothing: this is DDP")
-        return
-    block.pop(_OLD, None)
-    again, replicas = _SHARDING[kind]
-    given = block.get(_AGAIN)
-    if isinstance(given, bool) and given != again:
-        text = f"found {describe(kind)}, but {_AGAIN} is {json.dumps(given)}"
-        document.problem(("fsdp_config", key), f"{text} ({document.place(('fsdp_config', _AGAIN))}); keep one of them")
-    block[_AGAIN] = again
-    machines = document.get("num_machines")
-    if replicas and isinstance(machines, int) and machines > 1 and document.get(_BLOCK, _SIZE) is None:
-        document.content.setdefault(_BLOCK, {})[_SIZE] = machines
-        notes.append(f"{place}: {kind}: each of the {machines} machines is a replica")
+        place = document.place(("fsdp_config", key))
+        if kind == "NO_SHARD":
+            document.content["distributed_type"] = "MULTI_GPU"
+            document.content.pop("fsdp_config", None)
+            notes.append(f"{place}: NO_SHARD shards nothing: this is DDP")
+            continue
+        block.pop(_OLD, None)
+        again, replicas = _SHARDING[kind]
+        given = block.get(_AGAIN)
+        if isinstance(given, bool) and given != again:
+            text = f"found {describe(kind)}, but {_AGAIN} is {json.dumps(given)} "
+            text += f"({document.place(('fsdp_config', _AGAIN))}); keep one of them"
+            document.problem(("fsdp_config", key), text)
+        block[_AGAIN] = again
+        machines = document.get("num_machines")
+        if replicas and isinstance(machines, int) and machines > 1 and document.get(_BLOCK, _SIZE) is None:
+            document.content.setdefault(_BLOCK, {})[_SIZE] = machines
+            notes.append(f"{place}: {kind}: each of the {machines} machines is a replica")

@@ -76,7 +76,17 @@ def detect_launch(
             launcher = "srun"
         return Launch(launcher, world_size, problems=problems)
     flags, directory = _accelerate_flags((ancestors or running_ancestors)())
-    config_file = None if flags is None else _config_file(flags, directory, environ)
+    config_file = None
+    if flags and flags.get("config_file"):
+        config_file = flags["config_file"]
+        if os.path.realpath(directory) != os.getcwd():  # accelerate launch opened it from its own working directory
+            config_file = os.path.join(directory, config_file)
+    # accelerate launch does not read the default file with --cpu (accelerate/commands/launch.py, 1.15)
+    elif flags is not None and "cpu" not in flags:
+        cache = environ.get("XDG_CACHE_HOME", "~/.cache")
+        home = environ.get("HF_HOME", os.path.join(cache, "huggingface"))
+        default = Path(home, "accelerate", "default_config.yaml").expanduser()
+        config_file = str(default) if default.is_file() else None
     return Launch("accelerate", world_size, flags, config_file, problems)
 
 
@@ -110,24 +120,15 @@ def running_ancestors() -> list[Ancestor]:
 
 
 def _accelerate_flags(ancestors: Sequence[Ancestor]) -> tuple[dict[str, str] | None, str]:
+    """Return what follows `accelerate launch` in a parent's command line, and the directory of that parent."""
     for ancestor in ancestors:
-        start = _after_launch(ancestor.argv)
-        if start is not None:
-            return _parse_flags(ancestor.argv[start:]), ancestor.directory
+        name = ""
+        for index, word in enumerate(ancestor.argv):
+            previous, name = name, os.path.basename(word)
+            by_command = name == "accelerate-launch" or (word == "launch" and previous.startswith("accelerate"))
+            if by_command or word.endswith(("accelerate.commands.launch", "accelerate/commands/launch.py")):
+                return _parse_flags(ancestor.argv[index + 1 :]), ancestor.directory
     return None, ""
-
-
-def _after_launch(argv: Sequence[str]) -> int | None:
-    """The index after `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
-    for index, word in enumerate(argv):
-        name = os.path.basename(word)
-        if name == "accelerate-launch" or word.endswith(
-            ("accelerate.commands.launch", "accelerate/commands/launch.py")
-        ):
-            return index + 1
-        if word == "launch" and index and os.path.basename(argv[index - 1]).startswith("accelerate"):
-            return index + 1
-    return None
 
 
 def _parse_flags(words: Sequence[str]) -> dict[str, str]:
@@ -144,18 +145,6 @@ def _parse_flags(words: Sequence[str]) -> dict[str, str]:
         elif last is not None and not flags[last]:
             flags[last] = word
     return flags
-
-
-def _config_file(flags: Mapping[str, str], directory: str, environ: Mapping[str, str]) -> str | None:
-    if flags.get("config_file"):
-        given = flags["config_file"]
-        # accelerate launch opened it from its own working directory
-        return given if os.path.realpath(directory) == os.getcwd() else os.path.join(directory, given)
-    cache = environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = environ.get("HF_HOME", os.path.join(cache, "huggingface"))
-    default = Path(home, "accelerate", "default_config.yaml").expanduser()
-    # accelerate launch does not read the default file with --cpu (accelerate/commands/launch.py, 1.15)
-    return str(default) if default.is_file() and "cpu" not in flags else None
 
 
 # Keys that only `accelerate launch` reads, with the values that ask for nothing.

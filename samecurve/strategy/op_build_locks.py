@@ -30,7 +30,7 @@ def clear_build_locks(
     """
     for lock in lock_files(operators, environ):
         waits = False
-        while not _is_held(lock) and (quiet := _quiet_seconds(lock)) is not None:
+        while (quiet := _quiet_seconds(lock)) is not None:
             if not _is_shared(lock) or quiet > UNSEEN_BUILDER_SECONDS:
                 lock.unlink(missing_ok=True)
                 log(f"{lock}: removed; the process that compiled {lock.parent.name} was killed and left it")
@@ -56,7 +56,16 @@ def lock_files(operators: Iterable[str], environ: Mapping[str, str]) -> list[Pat
 
 
 def _quiet_seconds(lock: Path) -> float | None:
-    """Seconds since anything in the build folder changed; None when there is no lock."""
+    """Seconds since anything in the build folder changed; None when there is no lock, or one that is held here.
+
+    A process of this user on this machine holds it that has it open, as torch does while it builds.
+    """
+    for process in psutil.process_iter():
+        try:
+            if any(file.path == str(lock.resolve()) for file in process.open_files()):
+                return None
+        except (psutil.Error, OSError):
+            continue
     if not lock.exists():
         return None
     times = []
@@ -66,17 +75,6 @@ def _quiet_seconds(lock: Path) -> float | None:
         except FileNotFoundError:  # a compiler's temporary file
             continue
     return time.time() - max(times)
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a process of this user on this machine has it open, as torch does while it builds."""
-    for process in psutil.process_iter():
-        try:
-            if any(file.path == str(lock.resolve()) for file in process.open_files()):
-                return True
-        except (psutil.Error, OSError):
-            continue
-    return False
 
 
 def _is_shared(lock: Path) -> bool:

@@ -166,7 +166,16 @@ def check_room(strategy: Strategy, num_parameters: int, environ: Mapping[str, st
 def environment_problems(strategy: Strategy, precision: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """List why this machine cannot run the strategy, each with the fix; [] if it can. precision: the recipe's."""
     accelerator = has_accelerator(environ)
-    problems = [] if accelerator else list(_needs_accelerator(strategy, precision))
+    problems = []
+    if strategy.shards_model and strategy.offload and not accelerator:
+        problems.append(
+            "FSDP offloads through pinned memory, which needs an accelerator, and this machine has none; "
+            "use configs/zero3_offload.yaml here, or configs/fsdp.yaml, which does not offload"
+        )
+    if strategy.deepspeed is not None and precision == "fp16" and not accelerator:
+        problems.append(
+            "DeepSpeed trains in fp16 on accelerators only, and this machine has none; set precision to bf16 or fp32"
+        )
     if strategy.backend == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         problems.append(
             "needs DeepSpeed, which is not installed: pip install 'samecurve[deepspeed]' (beside a clone: pip install "
@@ -174,7 +183,17 @@ def environment_problems(strategy: Strategy, precision: str, environ: Mapping[st
         )
     problems += _tools(strategy, environ, accelerator)
     for path in sorted(set(strategy.nvme_paths)):
-        problems += _folder(path)
+        # a missing parent is refused: /mnt/nvme/swap on a machine without that disk would fill the disk of /
+        existing = existing_parent(path)
+        if not existing.is_dir():
+            why = f"{existing} is a file; set it to a folder on a local disk in the DeepSpeed JSON"
+        elif existing not in (path.absolute(), path.absolute().parent):
+            why = f"no such folder: {path.absolute().parent}; create it, or use one on a local disk"
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            why = f"{existing} is not writable; use a writable folder on a local disk"
+        else:
+            continue
+        problems.append(f"nvme_path {path}: {why}")
     return [f"strategy {strategy.name}: {text}" for text in problems]
 
 
@@ -212,16 +231,6 @@ def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Pat
     if (version("torch") or "").endswith("+cpu"):
         return False
     return any(True for pattern in ("nvidia[0-9]*", "kfd", "dxg") for _ in devices.glob(pattern))
-
-
-def _needs_accelerator(strategy: Strategy, precision: str) -> Iterator[str]:
-    if strategy.shards_model and strategy.offload:
-        yield (
-            "FSDP offloads through pinned memory, which needs an accelerator, and this machine has none; "
-            "use configs/zero3_offload.yaml here, or configs/fsdp.yaml, which does not offload"
-        )
-    if strategy.deepspeed is not None and precision == "fp16":
-        yield "DeepSpeed trains in fp16 on accelerators only, and this machine has none; set precision to bf16 or fp32"
 
 
 def operators(strategy: Strategy) -> set[str]:
@@ -290,17 +299,3 @@ def _cuda_toolkit(environ: Mapping[str, str], search: str) -> bool:
 def existing_parent(path: Path) -> Path:
     """Return the folder itself, or its nearest parent that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-
-
-def _folder(path: Path) -> Iterator[str]:
-    """Yield why a swap folder cannot be used: it must be writable, or its parent must exist and be writable.
-
-    A missing parent is refused: `/mnt/nvme/swap` on a machine without that disk would fill the disk of `/`.
-    """
-    existing = existing_parent(path)
-    if not existing.is_dir():
-        yield f"nvme_path {path}: {existing} is a file; set it to a folder on a local disk in the DeepSpeed JSON"
-    elif existing not in (path.absolute(), path.absolute().parent):
-        yield f"nvme_path {path}: no such folder: {path.absolute().parent}; create it, or use one on a local disk"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"nvme_path {path}: {existing} is not writable; use a writable folder on a local disk"

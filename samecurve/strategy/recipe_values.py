@@ -36,30 +36,27 @@ def fill_recipe(recipe: Document, files: Files, data_parallel_size: int) -> dict
     taken: dict[str, str] = {}
     if recipe.incomplete:  # an absent key may stand in the file that could not be read
         return taken
-    for statement in files.statements:
+    # the accumulation last, because it computes from the other parts of a batch the one that is not given
+    for statement in sorted(files.statements, key=lambda statement: statement.by == ACCUMULATION):
         by = statement.by
-        if by != ACCUMULATION and not _is_given(recipe, by) and _value(recipe, by) not in statement.values:
-            _set(recipe, by, statement.values[0], statement, taken)
-    for statement in files.statements:
-        if statement.by == ACCUMULATION:
-            _fill_batch(recipe, statement, data_parallel_size, taken)
+        if by != ACCUMULATION:
+            if not _is_given(recipe, by) and _value(recipe, by) not in statement.values:
+                _set(recipe, by, statement.values[0], statement, taken)
+            continue
+        rows, micro = (recipe.get(*key.split(".")) for key in (_ROWS, _MICRO))
+        steps = statement.values[0]
+        if not isinstance(rows, (int, type(None))) or not isinstance(micro, (int, type(None))):
+            continue  # reported by the recipe's rules, or auto
+        # rows of a step = micro-batch x accumulation x ranks
+        if rows is None or (_is_given(recipe, _MICRO) and not _is_given(recipe, _ROWS)):
+            rows = _value(recipe, _MICRO) * steps * data_parallel_size
+            if rows != _value(recipe, _ROWS):
+                _set(recipe, _ROWS, rows, statement, taken)
+        elif not _is_given(recipe, _MICRO) and rows > 0:
+            micro = math.ceil(math.ceil(rows / data_parallel_size) / steps)
+            if micro != _value(recipe, _MICRO):
+                _set(recipe, _MICRO, micro, statement, taken)
     return taken
-
-
-def _fill_batch(recipe: Document, statement: Statement, ranks: int, taken: dict[str, str]) -> None:
-    """Rows of a step = micro-batch x accumulation x ranks: compute the one that is not given."""
-    rows, micro = (recipe.get(*key.split(".")) for key in (_ROWS, _MICRO))
-    steps = statement.values[0]
-    if not isinstance(rows, (int, type(None))) or not isinstance(micro, (int, type(None))):
-        return  # reported by the recipe's rules, or auto
-    if rows is None or (_is_given(recipe, _MICRO) and not _is_given(recipe, _ROWS)):
-        rows = _value(recipe, _MICRO) * steps * ranks
-        if rows != _value(recipe, _ROWS):
-            _set(recipe, _ROWS, rows, statement, taken)
-    elif not _is_given(recipe, _MICRO) and rows > 0:
-        micro = math.ceil(math.ceil(rows / ranks) / steps)
-        if micro != _value(recipe, _MICRO):
-            _set(recipe, _MICRO, micro, statement, taken)
 
 
 def conflicts(source: RecipeSource, files: Files, data_parallel_size: int) -> Iterator[ConfigProblem]:

@@ -230,8 +230,7 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
     ]
     kind, stage = accelerate.get("distributed_type"), _count(deepspeed.get("zero_optimization", "stage"), 0)
     backend = "deepspeed" if deepspeed.name or kind == "DEEPSPEED" else "torch"
-    schedule = _schedule(files, backend)
-    dims = _dims(files, backend, schedule, launch.world_size)
+    schedule, dims = _arrangement(files, backend, launch.world_size)
     sharding = "fsdp" if backend == "torch" and kind == "FSDP" and (not schedule or dims.dp_shard > 1) else "none"
     # hpZ's second copy is of gathered weights, and only stage 3 gathers them
     secondary = deepspeed.get("zero_optimization", "zero_hpz_partition_size") if stage == 3 else None
@@ -262,24 +261,30 @@ def describe_strategy(files: Files, launch: Launch) -> Strategy:
     )
 
 
-def _dims(files: Files, backend: str, schedule: str, world_size: int) -> ParallelDims:
-    """Return the parallel dimensions. The one that the files leave open takes the processes that are left.
+def _arrangement(files: Files, backend: str, world_size: int) -> tuple[str, ParallelDims]:
+    """Return the pipeline's schedule ("" without stages) and the parallel dimensions.
 
-    It is dp_replicate where PyTorch trains without FSDP; otherwise it is dp_shard.
+    The dimension that the files leave open takes the processes that are left. It is dp_replicate where PyTorch trains
+    without FSDP; otherwise it is dp_shard.
     """
     if backend == "deepspeed":
+        schedule = "deepspeed" if "pipeline" in files.deepspeed.content else ""
         stages = _count(files.deepspeed.get("pipeline", "stages"), 1) if schedule else 1
-        return ParallelDims(pp=stages, dp_shard=max(world_size // stages, 1))
+        return schedule, ParallelDims(pp=stages, dp_shard=max(world_size // stages, 1))
     kind = files.accelerate.get("distributed_type")
-    cut = _size(files, "tp") if kind in ("MULTI_GPU", "FSDP") else 1
+    cut, stages = (_size(files, "tp"), _size(files, "pp")) if kind in ("MULTI_GPU", "FSDP") else (1, 1)
+    schedule = ""
+    if stages > 1:
+        named = files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
+        schedule = named if named in SCHEDULES else "1F1B"
     if schedule or kind != "FSDP":
-        stages = _size(files, "pp") if schedule else 1
         rest = max(world_size // (stages * cut), 1)
-        return ParallelDims(pp=stages, tp=cut, **{"dp_shard" if kind != "MULTI_GPU" else "dp_replicate": rest})
+        dims = ParallelDims(pp=stages, tp=cut, **{"dp_shard" if kind != "MULTI_GPU" else "dp_replicate": rest})
+        return schedule, dims
     replicas, parts, experts = _size(files, "dp_replicate"), _context_parallel(files)[1], _size(files, "ep")
     # without the experts: the ranks that share them are among those that shard the other weights
     rest = max(world_size // (replicas * parts * cut), 1)
-    return ParallelDims(dp_replicate=replicas, dp_shard=rest, cp=parts, tp=cut, ep=experts)
+    return schedule, ParallelDims(dp_replicate=replicas, dp_shard=rest, cp=parts, tp=cut, ep=experts)
 
 
 def _context_parallel(files: Files) -> tuple[str, int]:
@@ -294,15 +299,6 @@ def _context_parallel(files: Files) -> tuple[str, int]:
 
 def _size(files: Files, dimension: str) -> int:
     return _count(files.accelerate.get("parallelism_config", f"parallelism_config_{dimension}_size"), 1)
-
-
-def _schedule(files: Files, backend: str) -> str:
-    if backend == "deepspeed":
-        return "deepspeed" if "pipeline" in files.deepspeed.content else ""
-    if files.accelerate.get("distributed_type") not in ("MULTI_GPU", "FSDP") or _size(files, "pp") == 1:
-        return ""
-    schedule = files.accelerate.get("parallelism_config", "parallelism_config_pp_schedule")
-    return schedule if schedule in SCHEDULES else "1F1B"
 
 
 def _text(value: object, default: str) -> str:

@@ -31,10 +31,24 @@ def read_as_written(chosen: str) -> Files:
     Their keys tell which it is, since Accelerate also reads JSON and DeepSpeed's file may have any suffix.
     """
     accelerate = read_document(chosen)
-    named = accelerate.content.keys()
-    if "distributed_type" not in named and (chosen.endswith(".json") or named & (DEEPSPEED.keys() - ACCELERATE.keys())):
+    keys = accelerate.content.keys()
+    if "distributed_type" not in keys and (chosen.endswith(".json") or keys & (DEEPSPEED.keys() - ACCELERATE.keys())):
         return Files(Document(""), accelerate)
-    deepspeed, notes = _find_json(accelerate)
+    deepspeed, notes, named = Document(""), (), accelerate.get(*_JSON)
+    if named in ("", "none"):
+        accelerate.content[_JSON[0]][_JSON[1]] = None
+    elif isinstance(named, str) and accelerate.get("distributed_type") == "DEEPSPEED":
+        # from the working directory, as Accelerate does, else from the YAML's folders
+        path = Path(named).expanduser()
+        folders = [Path(), *Path(accelerate.name).absolute().parents]
+        file_path = next((file for folder in folders if (file := folder / path).is_file()), None)
+        if file_path is None:
+            text = f"no such file: {path.absolute()}, nor from the folders around {accelerate.name}"
+            accelerate.unreadable(_JSON, f"{text}; give a path relative to the working directory")
+        else:
+            accelerate.content[_JSON[0]][_JSON[1]] = str(file_path)
+            notes = (f"{named} of {accelerate.place(_JSON)} is {file_path}",) if file_path != path else ()
+            deepspeed = read_document(str(file_path))
     return Files(accelerate, deepspeed, copy.deepcopy(accelerate.content), notes=notes)
 
 
@@ -63,24 +77,6 @@ def read(chosen: str | None) -> Files:
         reading.no_effect,
         tuple(reading.notes),
     )
-
-
-def _find_json(accelerate: Document) -> tuple[Document, tuple[str, ...]]:
-    """Read the JSON that a YAML names: from the working directory, as Accelerate does, else from the YAML's folders."""
-    named = accelerate.get(*_JSON)
-    if named in ("", "none"):
-        accelerate.content[_JSON[0]][_JSON[1]] = None
-    elif isinstance(named, str) and accelerate.get("distributed_type") == "DEEPSPEED":
-        path = Path(named).expanduser()
-        folders = [Path(), *Path(accelerate.name).absolute().parents]
-        file_path = next((file for folder in folders if (file := folder / path).is_file()), None)
-        if file_path is not None:
-            accelerate.content[_JSON[0]][_JSON[1]] = str(file_path)
-            notes = (f"{named} of {accelerate.place(_JSON)} is {file_path}",) if file_path != path else ()
-            return read_document(str(file_path)), notes
-        text = f"no such file: {path.absolute()}, nor from the folders around {accelerate.name}"
-        accelerate.unreadable(_JSON, f"{text}; give a path relative to the working directory")
-    return Document(""), ()
 
 
 @dataclass
@@ -139,35 +135,28 @@ class _Reading:
             params = block.get("params") if isinstance(block, dict) else None
             if not isinstance(block, dict) or not isinstance(params, (dict, type(None))):
                 continue
-            kind = DEEPSPEED[name]["type"]
-            known = "type" not in block or not _refusal(kind, block["type"])
-            numbers = [
-                v for k, v in (params or {}).items() if k in DEEPSPEED[name]["params"] and v not in ("auto", None)
-            ]
-            if not known:
+            params, kind = params or {}, DEEPSPEED[name]["type"]
+            known, open_values = DEEPSPEED[name]["params"], ("auto", None, *harmless)
+            numbers = [value for key, value in params.items() if key in known and value not in open_values]
+            if "type" in block and _refusal(kind, block["type"]):
                 block.pop("params", None)  # of an algorithm that the problem of its name refuses
+            elif name == "scheduler" and not numbers:
+                text = f"scheduler {block.get('type')} of {document.place(('scheduler',))} leaves its values open"
+                self.notes.append(f"{text}, so the recipe's schedule counts")
+                block.clear()
             elif name == "scheduler":
-                self._scheduler(document, [value for value in numbers if value not in harmless])
+                if params.get("warmup_type") is None and params.get("warmup_num_steps") != 0:
+                    params["warmup_type"] = "log"  # DeepSpeed's default
+                algorithm = block.get("type")
+                ratio = params.get("cos_min_ratio", 1e-4)
+                lowest = {"WarmupDecayLR": 0.0, "WarmupCosineLR": ratio}.get(str(algorithm))
+                if lowest not in (None, "auto"):  # what DeepSpeed ends with
+                    path = ("scheduler", "type")
+                    self.statements.append(Statement("schedule.min_lr_ratio", (lowest,), document, path, algorithm))
             elif not numbers and "type" in block:
                 statement = Statement(kind.by, kind.values(block["type"]), document, (name, "type"), block["type"])
                 self.statements.append(replace(statement, weak=True))
                 del block["type"]
-
-    def _scheduler(self, document: Document, numbers: list) -> None:
-        block = document.content["scheduler"]
-        params = block.get("params") or {}
-        if not numbers:
-            text = f"scheduler {block.get('type')} of {document.place(('scheduler',))} leaves its values open"
-            self.notes.append(f"{text}, so the recipe's schedule counts")
-            block.clear()
-            return
-        if params.get("warmup_type") is None and params.get("warmup_num_steps") != 0:
-            params["warmup_type"] = "log"  # DeepSpeed's default
-        kind = block.get("type")
-        lowest = {"WarmupDecayLR": 0.0, "WarmupCosineLR": params.get("cos_min_ratio", 1e-4)}.get(str(kind))
-        if lowest not in (None, "auto"):  # what DeepSpeed ends with
-            path = ("scheduler", "type")
-            self.statements.append(Statement("schedule.min_lr_ratio", (lowest,), document, path, kind))
 
     def walk(self, document: Document, table: Table, path: KeyPath = ()) -> None:
         """Apply the table to a block of keys. What stays in it is used, unknown or refused."""

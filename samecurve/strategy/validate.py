@@ -44,7 +44,7 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
     """
     if files.accelerate.content:
         _walk(files.accelerate, ACCELERATE)
-        _accelerate(files.accelerate)
+        check_parallelism(files.accelerate)
     if files.deepspeed.content:
         _walk(files.deepspeed, DEEPSPEED)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
@@ -153,25 +153,6 @@ def _honoured(table: Table, path: KeyPath = ()) -> Iterator[KeyPath]:
             yield from _honoured(rule, (*path, key))
 
 
-_BLOCKS = {"fsdp_config": ("FSDP",), "parallelism_config": ("FSDP", "MULTI_GPU"), "deepspeed_config": ("DEEPSPEED",)}
-
-
-def _accelerate(document: Document) -> None:
-    kind = document.get("distributed_type")
-    if "distributed_type" not in document.content:
-        document.problem(("distributed_type",), "missing; set it to NO, MULTI_GPU, FSDP or DEEPSPEED")
-        return
-    for block, needed in _BLOCKS.items():
-        if document.get(block) and kind not in needed:
-            place = document.place(("distributed_type",))
-            text = f"{' and '.join(needed)} alone read this block, but distributed_type is {kind} ({place})"
-            fix = "remove the block, or change distributed_type"
-            if block == "parallelism_config" and kind == "DEEPSPEED":
-                fix = "use one of configs/fsdp_*.yaml, or remove the block"
-            document.problem((block,), f"{text}; {fix}")
-    check_parallelism(document)
-
-
 # Words of a file's name, and the pipeline schedules that they promise
 _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 _SCHEDULES |= {"dualpipev": "DualPipeV"}
@@ -212,6 +193,7 @@ def _names(files: Files, strategy: Strategy) -> Iterator[str]:
 
 
 _BLOCK = "parallelism_config"
+_BLOCKS = {"fsdp_config": ("FSDP",), "parallelism_config": ("FSDP", "MULTI_GPU"), "deepspeed_config": ("DEEPSPEED",)}
 _DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 _CUTS_SEQUENCE = "tp_sequence_parallel"
 _OF_MODES = {TENSOR: ("tp",), CONTEXT: ("cp", "sp"), EXPERT: ("ep",)}
@@ -254,6 +236,17 @@ _CUT = ("GPipe", "1F1B", "Interleaved1F1B")  # with tensor parallelism
 def check_parallelism(document: Document) -> None:
     """Add the problems of an Accelerate YAML with parallel sizes, or with a block that its type cannot use."""
     kind, block = document.get("distributed_type"), document.get(_BLOCK)
+    if "distributed_type" not in document.content:
+        document.problem(("distributed_type",), "missing; set it to NO, MULTI_GPU, FSDP or DEEPSPEED")
+        return
+    for name, needed in _BLOCKS.items():
+        if document.get(name) and kind not in needed:
+            place = document.place(("distributed_type",))
+            text = f"{' and '.join(needed)} alone read this block, but distributed_type is {kind} ({place})"
+            fix = "remove the block, or change distributed_type"
+            if name == _BLOCK and kind == "DEEPSPEED":
+                fix = "use one of configs/fsdp_*.yaml, or remove the block"
+            document.problem((name,), f"{text}; {fix}")
     values = {key.removeprefix(f"{_BLOCK}_"): value for key, value in block.items()} if isinstance(block, dict) else {}
     sizes = {name: size for name in _DIMENSIONS if isinstance(size := values.get(f"{name}_size"), int) and size > 1}
     _unread(document, values, sizes)

@@ -20,11 +20,22 @@ _STAGE = ("zero_optimization", "stage")
 def check_deepspeed(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     """Add the problems of a DeepSpeed JSON, alone and together with the recipe, to its document."""
     _reduction(document, strategy, source)
-    _offload(document, strategy)
+    for part in ("offload_optimizer", "offload_param"):
+        path = ("zero_optimization", part)
+        device = document.get(*path, "device")
+        if device == "nvme" and document.get(*path, "nvme_path") is None:
+            document.problem((*path, "nvme_path"), "missing; set it to a folder on a local disk")
+        if device == "nvme" and part == "offload_optimizer" and strategy.zero_stage in (1, 2):
+            text = f'ZeRO stage {strategy.zero_stage} silently offloads to the CPU instead; write "cpu" or use stage 3'
+            document.problem((*path, "device"), f"found {describe(device)}, but {text}")
+        if device in ("cpu", "nvme") and strategy.schedule:
+            document.problem(path, f"the pipeline of {dated('deepspeed')} does not offload; remove it")
+    if strategy.secondary_partition > 1 and any(part.startswith("param:") for part in strategy.offload):
+        text = f"found {strategy.secondary_partition}, but a second copy of offloaded weights has not been compared "
+        text += "with one process; remove it or offload_param"
+        document.problem(("zero_optimization", "zero_hpz_partition_size"), text)
     if strategy.schedule:
-        _pipeline(document, strategy)
-        _stages(document, strategy, source)
-        _recomputation(document, source)
+        _pipeline(document, strategy, source)
         _unsharded(document, source)
 
 
@@ -48,25 +59,7 @@ def _reduction(document: Document, strategy: Strategy, source: RecipeSource) -> 
         document.problem(path, f'{text}; use "fp32" or "bf16"')
 
 
-def _offload(document: Document, strategy: Strategy) -> None:
-    low_stage = strategy.zero_stage in (1, 2)
-    for part in ("offload_optimizer", "offload_param"):
-        path = ("zero_optimization", part)
-        device = document.get(*path, "device")
-        if device == "nvme" and document.get(*path, "nvme_path") is None:
-            document.problem((*path, "nvme_path"), "missing; set it to a folder on a local disk")
-        if device == "nvme" and part == "offload_optimizer" and low_stage:
-            text = f'ZeRO stage {strategy.zero_stage} silently offloads to the CPU instead; write "cpu" or use stage 3'
-            document.problem((*path, "device"), f"found {describe(device)}, but {text}")
-        if device in ("cpu", "nvme") and strategy.schedule:
-            document.problem(path, f"the pipeline of {dated('deepspeed')} does not offload; remove it")
-    if strategy.secondary_partition > 1 and any(part.startswith("param:") for part in strategy.offload):
-        text = f"found {strategy.secondary_partition}, but a second copy of offloaded weights has not been compared "
-        text += "with one process; remove it or offload_param"
-        document.problem(("zero_optimization", "zero_hpz_partition_size"), text)
-
-
-def _pipeline(document: Document, strategy: Strategy) -> None:
+def _pipeline(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     if strategy.zero_stage > 1:
         text = f"found {strategy.zero_stage}, but a pipeline supports stage 0 or 1 only; set it to 1"
         document.problem(_STAGE, text)
@@ -76,20 +69,25 @@ def _pipeline(document: Document, strategy: Strategy) -> None:
             text = 'found "auto", which only Accelerate resolves, and it does not prepare a pipeline; write a number'
             document.problem(("zero_optimization", key), text)
 
-
-def _stages(document: Document, strategy: Strategy, source: RecipeSource) -> None:
     stages, layers = document.get("pipeline", "stages"), hidden_layers(source)
     if stages is None:
         document.problem(("pipeline", "stages"), "missing; set the number of stages to split the layers into")
     elif layers is not None and strategy.dims.pp > layers:
         text = f"found {stages}, but each stage needs a layer and the model has {layers}; use at most {layers}"
         document.problem(("pipeline", "stages"), text)
-
     family = model_type(source)
     if family is not None and family not in PIPELINED:
         known = ", ".join(sorted(PIPELINED))
         text = f"a pipeline cannot split a model of model_type {family}, only {known}"
         document.problem(("pipeline",), f"{text}; use one of these or another strategy")
+
+    # the recipe says whether to recompute; the interval only says how many layers are recomputed together
+    owner, path = "memory.activation_checkpointing", ("pipeline", "activation_checkpoint_interval")
+    interval = document.get(*path)
+    asked = isinstance(interval, int) and interval > 0
+    if asked and source.document.get(*owner.split(".")) != "full":
+        text = f"found {interval}, but the recipe sets recomputation: {source.cite(owner)}; remove it"
+        document.problem(path, f"{text}, or set that to full")
 
 
 def _unsharded(document: Document, source: RecipeSource) -> None:
@@ -111,13 +109,3 @@ def _precision_asked(source: RecipeSource) -> str | None:
     with contextlib.suppress(InvalidValue):
         return source.value("precision")
     return None
-
-
-def _recomputation(document: Document, source: RecipeSource) -> None:
-    """The recipe says whether to recompute; the interval only says how many layers are recomputed together."""
-    owner, path = "memory.activation_checkpointing", ("pipeline", "activation_checkpoint_interval")
-    interval = document.get(*path)
-    if not isinstance(interval, int) or interval <= 0 or source.document.get(*owner.split(".")) == "full":
-        return
-    text = f"found {interval}, but the recipe sets recomputation: {source.cite(owner)}; remove it, or set that to full"
-    document.problem(path, text)

@@ -22,17 +22,22 @@ _PIPELINE = ("parallelism_config", "parallelism_config_pp_size")
 
 def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
     """Yield all problems of the number of processes."""
-    wrong = [*_wrong_count(files.accelerate, launch), *_alone(files.accelerate, strategy, launch)]
+    wrong = list(_wrong_count(files.accelerate, strategy, launch))
     yield from wrong
     if wrong:  # the arrangement of the processes can be judged only once their number is right
         return
-    world, stages = strategy.world_size, strategy.dims.pp
+    world, stages, cut = strategy.world_size, strategy.dims.pp, strategy.dims.tp
     if strategy.torch_schedule:
+        with_fsdp = files.accelerate.get("distributed_type") == "FSDP"  # without it there are no replicas of stages
+        text = f"found {cut}, but {_processes(world)} cannot form {stages} stages of"
         if world % stages:
             text = f"found {stages}, but {_processes(world)} cannot form pipelines of {stages}"
             yield _at(files.accelerate, _PIPELINE, f"{text}; start a multiple of {stages}{_or_a_divisor(world)}")
-        else:
-            yield from _wrong_cut(files.accelerate, strategy)
+        elif cut > 1 and with_fsdp and world % (stages * cut):
+            yield _at(files.accelerate, _TENSOR, f"{text} a multiple of {cut}; start a multiple of {stages * cut}")
+        elif cut > 1 and not with_fsdp and world != stages * cut:
+            fix = f"start {stages * cut}, or use configs/pp_fsdp_tp.yaml, which shards over the others"
+            yield _at(files.accelerate, _TENSOR, f"{text} {cut}; {fix}")
         return
     if world % stages:
         text = f"{_processes(world)} cannot be divided into {stages} stages; start a multiple of {stages}"
@@ -43,20 +48,6 @@ def world_problems(files: Files, strategy: Strategy, launch: Launch) -> Iterator
         text = f"found {secondary}, but {_processes(world)} cannot form several groups of {secondary}"
         fix = f"start a multiple of {secondary} from {2 * secondary} on, or use configs/zero3.yaml"
         yield _at(files.deepspeed, _SECONDARY, f"{text}, each with a second copy of the weights; {fix}")
-
-
-def _wrong_cut(accelerate: Document, strategy: Strategy) -> Iterator[ConfigProblem]:
-    """Tensor parallelism inside of pipeline stages, of which there are no replicas without FSDP."""
-    world, dims = strategy.world_size, strategy.dims
-    unit = dims.size("pp", "tp")
-    if dims.tp == 1:
-        return
-    text = f"found {dims.tp}, but {_processes(world)} cannot form {dims.pp} stages of"
-    if accelerate.get("distributed_type") == "FSDP" and world % unit:
-        yield _at(accelerate, _TENSOR, f"{text} a multiple of {dims.tp}; start a multiple of {unit}")
-    elif accelerate.get("distributed_type") != "FSDP" and world != unit:
-        fix = f"start {unit}, or use configs/pp_fsdp_tp.yaml, which shards over the others"
-        yield _at(accelerate, _TENSOR, f"{text} {dims.tp}; {fix}")
 
 
 def _processes(world: int) -> str:
@@ -78,7 +69,7 @@ def _world_size(launch: Launch, text: str) -> ConfigProblem:
     return ConfigProblem(*where, text, topology=True)
 
 
-def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem]:
+def _wrong_count(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
     """A number given to the launcher overrides the file's `num_processes`, which is accelerate launch's default."""
     world, said, machines = launch.world_size, accelerate.get("num_processes"), accelerate.get("num_machines")
     given = (launch.flags or {}).get("num_processes", "")
@@ -86,25 +77,19 @@ def _wrong_count(accelerate: Document, launch: Launch) -> Iterator[ConfigProblem
         text = f"found {world}, but accelerate launch was given --num_processes {given}"
         yield _world_size(launch, f"{text}; its distributed_type starts only one process; choose another strategy")
     many_machines = isinstance(machines, int) and machines > 1
-    if not isinstance(said, int) or said == world or (launch.counted and not many_machines):
-        return
-    place = accelerate.place(("num_processes",))
-    difference = f"found {world}, but {place} says num_processes: {said}"
-    if launch.launcher == "python" and world == 1:
-        difference = f"plain python starts one process, but {place} says num_processes: {said}"
-        fix = f"start it with accelerate launch --config_file {accelerate.name}, or add --num_processes {said}"
-    elif many_machines:
-        fix = f"start {said} processes in total on the {machines} machines, or correct the file"
-    else:
-        fix = "make the two equal"
-    yield _world_size(launch, f"{difference}; {fix}")
+    if isinstance(said, int) and said != world and (many_machines or not launch.counted):
+        place = accelerate.place(("num_processes",))
+        difference, fix = f"found {world}, but {place} says num_processes: {said}", "make the two equal"
+        if launch.launcher == "python" and world == 1:
+            difference = f"plain python starts one process, but {place} says num_processes: {said}"
+            fix = f"start it with accelerate launch --config_file {accelerate.name}, or add --num_processes {said}"
+        elif many_machines:
+            fix = f"start {said} processes in total on the {machines} machines, or correct the file"
+        yield _world_size(launch, f"{difference}; {fix}")
 
-
-def _alone(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
-    world = strategy.world_size
-    config_unseen = launch.launcher == "accelerate" and launch.flags is None  # then the missing strategy is reported
     if world == 1 or strategy.distributed:
         return
+    config_unseen = launch.launcher == "accelerate" and launch.flags is None  # then the missing strategy is reported
     if strategy.path is None and not config_unseen:
         text = f"found {world}, but without a strategy each process would train alone; pass --strategy configs/ddp.yaml"
         yield _world_size(launch, text)
