@@ -1,6 +1,6 @@
 """Write an HTML page about a run: curves, results, sessions, configuration and environment.
 
-Several runs are shown side by side. Of two, the page also says how far their losses are apart and what differs.
+Several runs are shown side by side, with what differs; of two, the page also says how far their losses are apart.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def render_run_page(runs: Sequence[Run]) -> str:
     for index, run in enumerate(runs):
         page += _samples(run, _of(index, runs))
     page += ["<h2>Results</h2>", _side_by_side([results(run) for run in runs])]
-    if distance:
-        page += _differences(*runs, distance=distance)
+    if len(runs) > 1:
+        page += _differences(runs, distance)
     for index, run in enumerate(runs):
         page.append(f"<h2>Sessions{_of(index, runs)}</h2>\n{_sessions(run)}")
     known = [parts(run) for run in runs]
@@ -126,23 +126,25 @@ def _side_by_side(columns: Sequence[dict[str, str]]) -> str:
     return html_table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
 
 
-def _differences(first: Run, second: Run, distance: Distance) -> Iterator[str]:
+def _differences(runs: Sequence[Run], distance: Distance | None) -> Iterator[str]:
+    """Show how far two runs are apart, and what differs between any number of them."""
     yield "<h2>Differences</h2>"
-    if distance.num_steps:
+    if distance and distance.num_steps:
         largest = f"differ by at most {distance.largest:.1e}, relative"
         text = largest if distance.largest else "are identical"
         yield f"<p>At the {distance.num_steps:,} steps for which both runs have a loss, they {text}.</p>"
-    here, there = parts(first), parts(second)
-    for name in here:
-        if not here[name] or not there[name]:
-            unknown = "either run" if here[name] == there[name] else "one of the runs"
+    known = [parts(run) for run in runs]
+    for name in known[0]:
+        columns = [facts[name] for facts in known]
+        if not all(columns):
+            of = NAMES[: len(runs)]
+            unknown = ", ".join(of[index] for index, column in enumerate(columns) if not column)
             yield f"<p>{name.capitalize()}: not known for {unknown}.</p>"
             continue
-        different = differences(here[name], there[name])
-        same = len(here[name].keys() | there[name].keys()) - len(different)
-        yield f"<h3>{name.capitalize()}: {len(different)} of {same + len(different)} keys</h3>"
+        different = differences(columns)
+        yield f"<h3>{name.capitalize()}: {len(different)} of {len(set().union(*columns))} keys</h3>"
         if different:
-            yield html_table(different, ("", *NAMES[:2]))
+            yield html_table(different, ("", *NAMES[: len(runs)]))
 
 
 def _curves(runs: Sequence[Run], distance: Distance | None) -> Iterator[str]:

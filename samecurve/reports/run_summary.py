@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,11 +127,11 @@ def text(value: object) -> str:
     return "-" if value in (None, [], {}) else json.dumps(value)
 
 
-def differences(first: dict[str, str], second: dict[str, str]) -> list[tuple[str, str, str]]:
-    """List (key, first value, second value) of all keys that differ; "absent" stands for a missing key."""
-    keys = list(dict.fromkeys([*first, *second]))
-    pairs = [(key, first.get(key, "absent"), second.get(key, "absent")) for key in keys]
-    return [pair for pair in pairs if pair[1] != pair[2]]
+def differences(columns: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
+    """List (key, value of each column) of all keys whose values differ; "absent" stands for a missing key."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [(key, *(column.get(key, "absent") for column in columns)) for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def relative_losses(first: Run, second: Run) -> Iterator[tuple[int, float | None]]:

@@ -237,7 +237,9 @@ def test_many_runs_share_the_plots(run, tmp_path, capsys):
         written(tmp_path / name, "run.json", FACTS | {"recipe": {"optimizer": {"learning_rate": rate}}})
         record_all(tmp_path / name, [record(step, 8.0 - rate * step) for step in (1, 2, 3, 4)])
     page = made(capsys, run, tmp_path / "b", tmp_path / "c")
-    assert (run / "report_b_c.html").exists() and "<h2>Differences</h2>" not in page
+    assert (run / "report_b_c.html").exists()
+    differing = page.partition("<h2>Differences</h2>")[2].partition("<h2>")[0]
+    assert row(differing, "optimizer.learning_rate") == ["0.001", "0.002", "0.003"]
     assert all(f'<b class="name{index}">{name}</b>' in page for index, name in enumerate("ABC"))
     loss = page.split("<figure>")[1]
     assert all(colour in loss for colour in ("#0072b2", "#d55e00", "#009e73")) and "C exponential mean" in loss
@@ -307,7 +309,7 @@ def test_what_is_damaged_is_left_out_and_said(run, capsys):
 def test_keys_by_hand():
     first = dict(flattened({"a": {"b": 1, "c": None}, "d": [1, 2], "e": {}}))
     assert first == {"a.b": "1", "a.c": "-", "d": "[1, 2]", "e": "-"}
-    assert differences(first, first | {"a.b": "2", "f": "x"}) == [("a.b", "1", "2"), ("f", "absent", "x")]
+    assert differences([first, first | {"a.b": "2", "f": "x"}]) == [("a.b", "1", "2"), ("f", "absent", "x")]
 
 
 def test_a_new_run_and_one_that_goes_on_set_the_page_aside(run, tmp_path, capsys):
