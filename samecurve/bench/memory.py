@@ -31,11 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         raise ConfigurationError("bench memory: starts its processes itself, on one machine; leave out the launcher")
     num_gpus = torch.cuda.device_count()
-    most = num_gpus or PROCESSES_PER_CORE * num_cores()
-    processes = arguments.num_processes or num_gpus or 2
-    if arguments.num_processes and processes > most:
-        why = "one per GPU" if num_gpus else f"{PROCESSES_PER_CORE} per core"
-        raise ConfigurationError(f"--num_processes: found {processes}, but at most {most} can be started here, {why}")
+    processes = _processes(arguments.num_processes, num_gpus)
     # DeepSpeed adds nothing on a GPU but tensors
     libraries = LIBRARIES[:1] if num_gpus or not find_spec("deepspeed") else LIBRARIES
     parts = {library: measure(library, processes) for library in libraries}
@@ -45,6 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     report(parts, processes, num_gpus)
     printing.write_json_file(arguments.json, "memory", facts, processes=processes, parts_gib=parts)
     return 0
+
+
+def _processes(asked: int | None, num_gpus: int) -> int:
+    """Return the number of processes. Raises ConfigurationError for more than there are GPUs, or than cores can run."""
+    most = num_gpus or PROCESSES_PER_CORE * num_cores()
+    if asked and asked > most:
+        why = "one per GPU" if num_gpus else f"{PROCESSES_PER_CORE} per core"
+        raise ConfigurationError(f"--num_processes: found {asked}, but at most {most} can be started here, {why}")
+    return asked or num_gpus or 2
 
 
 def measure(library: str, processes: int) -> Parts:

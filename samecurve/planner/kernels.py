@@ -100,10 +100,7 @@ def layer(job: Job, constants: Profile) -> Seconds:
     if job.checkpointing == "full":
         backward += forward
     elif job.keeps_products:
-        # of our own stacks, only the grouped products of experts, which are not kept; of others, every second product
-        repeated = of_mlp if job.shape.experts else 0
-        if not job.flow:
-            repeated = (of_mlp if job.shape.experts else of_mlp / (3 if job.shape.gated else 2)) + of_attention / 2
+        repeated = _repeated_products(job, of_attention, of_mlp)
         backward += repeated + traffic + (0 if job.flash else attention.forward)
         backward += floor if job.card.generation == "cpu" else 0
     elif job.checkpointing == "selective":
@@ -143,6 +140,15 @@ def _products(job: Job, constants: Profile) -> tuple[float, float]:
     attention = product_seconds(job, tokens, width, queries, constants)
     attention += product_seconds(job, tokens, shape.attention_width / split, width, constants)
     return attention, calls * (up + down)
+
+
+def _repeated_products(job: Job, attention: float, mlp: float) -> float:
+    """Return the seconds of those of `_products` that selective recomputation by operator repeats."""
+    if job.shape.experts:  # grouped products, which are not kept
+        repeated = mlp
+    else:
+        repeated = 0 if job.flow else mlp / (3 if job.shape.gated else 2)
+    return repeated + (0 if job.flow else attention / 2)
 
 
 def attention_seconds(job: Job, constants: Profile) -> Seconds:
