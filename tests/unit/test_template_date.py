@@ -17,7 +17,13 @@ from samecurve.errors import ConfigurationError
 from samecurve.tasks import registry
 from samecurve.training import settle
 
-TODAY = date.today().isoformat()
+TODAY = "2024-12-31"
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """A run of the tests may go on over midnight."""
+    monkeypatch.setattr(settle, "date", SimpleNamespace(today=lambda: date.fromisoformat(TODAY)))
 
 
 @dataclass(frozen=True)
