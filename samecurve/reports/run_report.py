@@ -23,7 +23,7 @@ from samecurve.reports.plot import (
     plot,
     session_marks,
 )
-from samecurve.reports.run_summary import NOT_KNOWN, Run, differences, parts, relative_losses, results
+from samecurve.reports.run_summary import NOT_KNOWN, Run, aligned, differences, parts, relative_losses, results
 from samecurve.run.run_directory import SAMPLES, SAMPLES_LINE
 from samecurve.run.sessions import unknown_origin
 from samecurve.run.status import refused_text
@@ -120,8 +120,7 @@ def _side_by_side(columns: Sequence[dict[str, str]]) -> str:
     """Build a table with one column per run. For two runs, rows that differ are highlighted."""
     if not any(columns):
         return f"<p>{NOT_KNOWN}</p>"
-    keys = dict.fromkeys(key for column in columns for key in column)
-    rows = [(key, *(column.get(key, "absent") for column in columns)) for key in keys]
+    rows = aligned(columns)
     header = ("", *NAMES[: len(columns)]) if len(columns) > 1 else ()
     return html_table(rows, header, [index for index, row in enumerate(rows) if len(set(row[1:])) > 1])
 

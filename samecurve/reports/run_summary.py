@@ -127,11 +127,15 @@ def text(value: object) -> str:
     return "-" if value in (None, [], {}) else json.dumps(value)
 
 
-def differences(columns: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
-    """List (key, value of each column) of all keys whose values differ; "absent" stands for a missing key."""
+def aligned(columns: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
+    """List (key, value of each column) of all keys; "absent" stands for a missing key."""
     keys = dict.fromkeys(key for column in columns for key in column)
-    rows = [(key, *(column.get(key, "absent") for column in columns)) for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    return [(key, *(column.get(key, "absent") for column in columns)) for key in keys]
+
+
+def differences(columns: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
+    """List the rows of `aligned` whose values differ."""
+    return [row for row in aligned(columns) if len(set(row[1:])) > 1]
 
 
 def relative_losses(first: Run, second: Run) -> Iterator[tuple[int, float | None]]:

@@ -65,9 +65,14 @@ class DpoTask(pairwise.PairTask[AnswersType]):
         labels: Tensor,
         reference: Tensor | None = None,
         sum_parts: SumParts | None = None,
+        **of_rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
         # Loss and rewards share one pass over the logits: a second one would need their memory again.
-        log_probabilities, lengths = _of_answers(logits, labels, sum_parts)
+        return self._loss_and_statistics(*_of_answers(logits, labels, sum_parts), reference, **of_rows)
+
+    def _loss_and_statistics(
+        self, log_probabilities: Tensor, lengths: Tensor, reference: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         counted = (lengths > 0).all(dim=-1)
         losses = pair_losses(self.settings, log_probabilities, lengths, reference)
         of_answers = rewards(self.settings, log_probabilities.detach(), lengths, reference)
@@ -97,16 +102,10 @@ class KtoTask(DpoTask[JudgedRows]):
     counts = "answers"
     num_step_statistics = 4
 
-    def step_loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        reference: Tensor | None = None,
-        sum_parts: SumParts | None = None,
-        **of_rows: Tensor,
+    def _loss_and_statistics(
+        self, log_probabilities: Tensor, lengths: Tensor, reference: Tensor | None, **of_rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         assert reference is not None  # as kto has a reference
-        log_probabilities, lengths = _of_answers(logits, labels, sum_parts)
         return self._sums((log_probabilities - reference)[:, 0], (lengths > 0).all(dim=-1), **of_rows)
 
     def _sums(self, ratios: Tensor, counted: Tensor, drift: Tensor, is_good: Tensor) -> tuple[Tensor, Tensor]:
