@@ -17,7 +17,7 @@ from samecurve.config.schema import Dpo, Recipe
 from samecurve.config.trainers import arguments, axolotl, files
 from samecurve.config.trainers.translation import NoEqual, translate
 from samecurve.optim.schedule import learning_rate
-from samecurve.specs.environment import ROOT
+from samecurve.specs.environment import ROOT, train_script
 
 TRL = """
 model_name_or_path: base
@@ -147,7 +147,7 @@ def test_of_trl(folder, capsys):
     lines = [line for line in printed.splitlines() if line.startswith("NO EQUAL")]
     assert ["neftune_noise_alpha" in lines[0], "packin; " in lines[1], "packing is" in lines[1]] == [True] * 3
     assert "neftune_noise_alpha" in Path("recipe.yaml").read_text()
-    assert "train.py recipe.yaml --strategy ddp --num_processes 4" in printed
+    assert f"python {train_script()} recipe.yaml --strategy ddp --num_processes 4" in printed
 
 
 def test_a_prompt_of_trl_that_is_text_gets_no_template(folder, capsys):

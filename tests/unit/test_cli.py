@@ -3,6 +3,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -555,7 +556,7 @@ def test_launch_lines(strategy, line):
 
 def test_launch_line_from_another_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert summary.launch(None, None, ["r.yaml"]) == f"python {ROOT / 'train.py'} r.yaml"
+    assert summary.launch(None, None, ["r.yaml"]) == f"python {shlex.quote(str(ROOT / 'train.py'))} r.yaml"
 
 
 # generate
