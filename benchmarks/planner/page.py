@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from datetime import date
 from math import expm1
 
+from benchmarks.machine import commit
 from benchmarks.markdown import table
 from benchmarks.planner import cells, figures, fits
 from benchmarks.planner.figures import Case
@@ -18,7 +20,7 @@ Every run is predicted with constants that were fitted without its source, and i
 of the other sources. The playbook's grid is one source of one software; it is left out by number of GPUs, and other
 sizes of it stay in the fit, so that its rows are easier to predict than a new source. A worst source or number of GPUs
 is the one with the largest median error, however few its runs. `reported` rows out of memory, for which there is a
-bound too, and mixtures of experts are not in the table.
+bound too, and mixtures of experts are not in the table. Calculated on {date} at commit {commit}.
 """
 SOURCES = """
 ## By source
@@ -71,7 +73,7 @@ def page(cases: Sequence[Case], inside: Sequence[fits.LeftOut], picture: str) ->
     times, held = figures.times(cases), figures.memories(cases)
     return "\n".join(
         [
-            HEADING,
+            HEADING.format(date=date.today(), commit=commit("benchmarks/planner.md", "benchmarks/planner.svg")),
             _headline(cases),
             f"\n![predicted against measured step time and memory, by source]({picture})",
             "\nThe dashed lines are 20 % off.",

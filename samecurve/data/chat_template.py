@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "\N{REFERENCE MARK}"  # occurs in no template
 DATED = "strftime_now"  # transformers' function for templates that write today's date, as Llama 3.2's does
-# A message's reasoning has one of these names, and transformers gives it all three.
+# A message's reasoning has one of these names; a template gets it by the first and the last, as in transformers 5.23.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # What a template gets in any case.
 _GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
@@ -115,8 +115,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         said = conversation.messages[:num_messages]
-        # without the weights, because a template may write whole messages (tojson)
-        messages = [{key: value for key, value in message.items() if key != "weight"} for message in said]
+        messages = [_as_read(message) for message in said]
         try:
             with render_limit():
                 texts, spans = render_jinja_template(
@@ -277,6 +276,13 @@ class ChatTemplate:
         """Return what two texts begin with, in whole words, runs of white space and added tokens."""
         pieces = zip(*(filter(None, self._pieces.split(part)) for part in (text, other)), strict=False)
         return "".join(piece for piece, _ in takewhile(lambda both: both[0] == both[1], pieces))
+
+
+def _as_read(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as templates read it, by any transformers; without a weight, as some write whole messages."""
+    said = {key: value for key, value in message.items() if key != "weight"}
+    thoughts = next((said[name] for name in REASONING if said.get(name) is not None), None)
+    return said if thoughts is None else {"thinking": thoughts, **said, "reasoning_content": thoughts}
 
 
 @lru_cache

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samecurve.errors import ConfigurationError
 from samecurve.losses import router
 from samecurve.models import routers
+from samecurve.specs.environment import version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,6 +98,11 @@ class RouterLoss:
     def _routing(self, batch: MicroBatch) -> router.Routing:
         logits = self._recorder.take()
         mask = batch.real_tokens().to(logits[0].device, non_blocking=True)
+        if any(layer.shape[:-1].numel() != mask.numel() for layer in logits):  # a jamba's, in transformers 5.17
+            raise ConfigurationError(
+                f"model.router_loss: transformers {version('transformers')} gives router logits of "
+                f"{[*logits[0].shape]} for {mask.numel()} tokens; install a later one, or set model.router_loss to off"
+            )
         return router.routing(logits, mask, self._settings.top_k)
 
 

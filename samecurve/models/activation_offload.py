@@ -78,14 +78,18 @@ class _Inputs:
         self._on_host: list[Tensor] = []
         self._near: dict[int, Callable[[], Tensor]] = {}  # on the device, or on the way to it
 
-    def pack(self, tensor: Tensor) -> int:
+    def pack(self, tensor: Tensor) -> int | Tensor:
         # torch.autograd.graph: a hook that keeps the tensor itself, not a detached one, makes a reference cycle
         tensor, index = tensor.detach(), len(self._on_host)
+        if not tensor.numel():  # checkpoint of torch 2.11 saves one of them
+            return tensor
         self._on_host.append(self._copies.to_host(tensor))
         self._near[index] = lambda: tensor
         return index
 
-    def unpack(self, index: int) -> Tensor:
+    def unpack(self, index: int | Tensor) -> Tensor:
+        if isinstance(index, Tensor):
+            return index
         self._fetch(index)  # on its way already, unless the graph is used a second time
         tensor = self._near.pop(index)()
         # only now: copies are made in the order of their start, and this tensor is needed first

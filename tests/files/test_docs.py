@@ -175,6 +175,26 @@ def test_an_old_page_is_seen():
     assert {same(f"{today}-dirty"), same("0a0a0a0a"), same("")} == {"not known"}
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no history")
+def test_pages_are_of_todays_code():
+    assert measurements.faults() == []
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no history")
+def test_an_old_page_is_a_fault(tmp_path, monkeypatch):
+    log = ["git", "log", "-1", "--format=%h", "--abbrev=8"]
+    today = subprocess.check_output(log, cwd=ROOT, text=True).strip()
+    old = subprocess.check_output([*log, "--skip=1", "--", "samecurve/engines"], cwd=ROOT, text=True).strip()
+    rows = {name: measurements.Measured(str(tmp_path / name), "", "`bench`", ("engines",)) for name in "abcd"}
+    for name, commit in zip("abcd", (today, old, f"{today}-dirty", ""), strict=True):
+        (tmp_path / name).write_text(f"Measured at commit {commit}.")
+    found = measurements.faults([*rows.values()], {})
+    assert [Path(line.split()[0]).name for line in found] == ["b", "c", "d"]
+    assert f"of {old}, and samecurve/engines may be another since" in found[0] and "again by `bench`" in found[0]
+    answered = {row.path: "names alone" for row in rows.values()}
+    assert [Path(line.split()[0]).name for line in measurements.faults([*rows.values()], answered)] == ["a"]
+
+
 class Grown(Section):
     """A section."""
 

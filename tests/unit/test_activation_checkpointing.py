@@ -17,7 +17,7 @@ from samecurve.config.schema import Adapter, Memory
 from samecurve.errors import ConfigurationError
 from samecurve.models import activation_checkpointing, dropout, lora
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers, repeated_share
-from samecurve.models.activation_offload import copies_of
+from samecurve.models.activation_offload import Offload, copies_of
 from samecurve.models.flops import token_flops
 
 LAYERS, TOKENS, HIDDEN, WIDTH, KEYS, HEADS = 4, 2 * 16, 32, 64, 16, 4
@@ -171,6 +171,15 @@ def test_offloaded_is_each_layers_input_and_nothing_else(copies):
     checkpoint_layers(model, KINDS["offload"])
     forward(model).backward()
     assert copies.shapes == [(2, TOKENS // 2, HIDDEN)] * LAYERS
+
+
+def test_nothing_is_copied_for_an_empty_tensor():
+    """As checkpoint of torch 2.11 saves."""
+    copies, empty = NotedCopies(), torch.empty(0, requires_grad=True)
+    with Offload().of_layer(copies):
+        squared = empty**2
+    squared.sum().backward()
+    assert copies.events == [] and empty.grad.shape == (0,)
 
 
 def test_each_layers_input_is_on_its_way_back_while_the_next_layer_computes(copies):

@@ -14,9 +14,11 @@ import pytest
 from report_cases import check_message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from samecurve.data import time_limit
 from samecurve.data.chat_encoder import ChatEncoder, TextEncoder, end_tokens
+from samecurve.data.chat_template import REASONING
 from samecurve.data.encoder import encoded
 from samecurve.data.row_checks import BadRow
 from samecurve.data.schemas.conversation import ChatSchema, conversation
@@ -602,6 +604,16 @@ def test_a_kept_conversation_is_one_row(make):
     assert text.count("<think>why</think>") == 2 and spans[1] == "<think>why</think>4<|im_end|>"
     ((text, spans),) = rendered(make(OTHER_END), ASK, reasoning="keep")
     assert spans == ["  héllo 🙂\n\n<|im_end|>", "4<|end_of_text|>"]
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_a_template_gets_reasoning_by_every_name_that_is_read(make, monkeypatch, name):
+    """Whatever transformers adds: 5.17 adds nothing."""
+    monkeypatch.setattr(chat_template_utils, "_alias_reasoning_fields", lambda chat: chat, raising=False)
+    for read in ("reasoning_content", "thinking"):
+        reads = UNMARKED.replace("{% endfor", "{{ m." + read + " or '' }}{% endfor")
+        ((text, _),) = rendered(make(reads), [{**turn, name: "why so"} for turn in ASK])
+        assert text.count("why so") == len(ASK)
 
 
 def test_variables_of_the_template(make):

@@ -226,6 +226,16 @@ def test_the_default_follows_the_config():
     assert routers.settings(None, on_meta("llama")) is None and routers.settings("off", on_meta("mixtral")) is None
 
 
+def test_logits_of_another_shape_are_refused(monkeypatch):
+    """Of one token alone, as transformers 5.17 gives them for a jamba."""
+    take = routers.RouterRecorder.take
+    monkeypatch.setattr(routers.RouterRecorder, "take", lambda self: [layer[0] for layer in take(self)])
+    with pytest.raises(
+        ConfigurationError, match=r"model.router_loss: .* gives router logits of \[\d+\] for 60 tokens;"
+    ):
+        step(tiny("mixtral"), "sequence", 5)
+
+
 @pytest.mark.parametrize(
     ("wanted", "family", "text"),
     [
