@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 from samecurve.specs.environment import processor, version
@@ -13,9 +14,13 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers")
 
 
 def description() -> str:
-    """Cores, processor and versions, for a page's line about its machine."""
+    """Cores, processor, GPUs where torch is loaded, and versions, for a page's line about its machine."""
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    return f"{os.cpu_count()} cores of {processor()}; Python {platform.python_version()}, {versions}"
+    torch = sys.modules.get("torch")
+    gpus = (
+        f", {torch.cuda.device_count()} {torch.cuda.get_device_name()}" if torch and torch.cuda.is_available() else ""
+    )
+    return f"{os.cpu_count()} cores of {processor()}{gpus}; Python {platform.python_version()}, {versions}"
 
 
 def said(*command: str) -> str | None:

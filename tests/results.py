@@ -50,6 +50,6 @@ class Results:
             _, _, reason = report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, str(report.longrepr))
             record |= {"outcome": "skipped", "reason": reason.removeprefix("Skipped: ")}
         elif report.failed:
-            record["outcome"] = "failed"
+            record |= {"outcome": "failed", "reason": report.longreprtext[-2000:]}
         if report.when == "teardown":
             self._add(self._records.pop(report.nodeid))

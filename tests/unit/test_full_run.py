@@ -41,6 +41,8 @@ def test_a_run_in_pieces_becomes_a_page(tmp_path):
     outcomes = {record["test"]: record["outcome"] for record in first if "test" in record}
     names = [f"test_it.py::{name}" for name in ("test_good", "test_bad", "test_absent[a b]", "test_fixture")]
     assert outcomes == dict(zip(names, ("passed", "failed", "skipped", "failed"), strict=True))
+    reasons = {record["test"]: record["reason"] for record in first if "reason" in record}
+    assert [*reasons] == names[1:] and "mended" in reasons[names[1]] and "OSError" in reasons[names[3]]
     (tmp_path / "mended").touch()
     both = run(tmp_path, "--results=results.jsonl")
     assert both[: len(first)] == first
