@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "\N{REFERENCE MARK}"  # occurs in no template
 DATED = "strftime_now"  # transformers' function for templates that write today's date, as Llama 3.2's does
-# A message's reasoning has one of these names; a template gets it by the first and the last, as in transformers 5.23.
-REASONING = ("reasoning_content", "reasoning", "thinking")
+# Names of a message's reasoning, in the order of transformers 5.23; a template gets it by the first two, as there.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # What a template gets in any case.
 _GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 USER, ANSWER = ({"role": role, "content": PROBE} for role in ("user", "assistant"))

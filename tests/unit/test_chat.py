@@ -616,6 +616,13 @@ def test_a_template_gets_reasoning_by_every_name_that_is_read(make, monkeypatch,
         assert text.count("why so") == len(ASK)
 
 
+def test_of_two_reasonings_a_template_gets_the_one_that_transformers_gives_it(make):
+    tokenizer = make(UNMARKED.replace("{% endfor", "{{ m.reasoning_content or '' }}{% endfor"))
+    turns = [{**turn, "reasoning": "why", "thinking": "because"} for turn in ASK]
+    ((text, _),) = rendered(tokenizer, turns)
+    assert "because" in text and tokenizer.apply_chat_template(turns, tokenize=False).startswith(text)
+
+
 def test_variables_of_the_template(make):
     template = (
         "{% if not brief is defined %}{% set brief = false %}{% endif %}{% if brief %}{{ 'brief' }}{% endif %}"
