@@ -163,14 +163,21 @@ def test_the_ages_of_the_measurements_are_current():
     }
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no history")
-def test_an_old_page_is_seen():
+@pytest.fixture
+def today_and_before() -> list[str]:
+    """Commits: the newest, and one that the newest change of the engines is not in."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no history")
+    log = ["git", "log", "-1", "--format=%h", "--abbrev=8"]
+    which = [], ["--skip=1", "--", "samecurve/engines"]
+    return [subprocess.check_output([*log, *words], cwd=ROOT, text=True).strip() for words in which]
+
+
+def test_an_old_page_is_seen(today_and_before):
     def same(words: str) -> str:
         return measurements.origin(f"On 2026-11-28 at commit {words}.", ("engines",))[2]
 
-    log = ["git", "log", "-1", "--format=%h", "--abbrev=8"]
-    today = subprocess.check_output(log, cwd=ROOT, text=True).strip()
-    old = subprocess.check_output([*log, "--skip=1", "--", "samecurve/engines"], cwd=ROOT, text=True).strip()
+    today, old = today_and_before
     assert [same(today), same(old), same(f"{today} and commit {old}")] == ["yes", "no", "no"]
     assert {same(f"{today}-dirty"), same("0a0a0a0a"), same("")} == {"not known"}
 
@@ -180,11 +187,8 @@ def test_pages_are_of_todays_code():
     assert measurements.faults() == []
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no history")
-def test_an_old_page_is_a_fault(tmp_path, monkeypatch):
-    log = ["git", "log", "-1", "--format=%h", "--abbrev=8"]
-    today = subprocess.check_output(log, cwd=ROOT, text=True).strip()
-    old = subprocess.check_output([*log, "--skip=1", "--", "samecurve/engines"], cwd=ROOT, text=True).strip()
+def test_an_old_page_is_a_fault(tmp_path, today_and_before):
+    today, old = today_and_before
     rows = {name: measurements.Measured(str(tmp_path / name), "", "`bench`", ("engines",)) for name in "abcd"}
     for name, commit in zip("abcd", (today, old, f"{today}-dirty", ""), strict=True):
         (tmp_path / name).write_text(f"Measured at commit {commit}.")
