@@ -92,6 +92,24 @@ def test_equal_to_attention_with_a_mask(window, key_heads):
     assert error(by_documents(inputs, gradient, visible), exact) < 1e-5
 
 
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+@pytest.mark.parametrize(("num_bytes", "turns"), [(1, [1, 1, 1, 1]), (3 * HEADS * 188 * 700 * 4, [3, 1]), (2**30, [4])])
+def test_rows_with_equal_documents_are_computed_together(key_heads, num_bytes, turns, monkeypatch):
+    """Four of one document, thus of three blocks, behind a row of four blocks."""
+    (query, key, value), gradient = tensors(torch.float32, key_heads)
+    inputs = [torch.cat([x, x[:1].flip(2) * 0.5]) for x in (query, key, value)]
+    gradient, first = torch.cat([gradient, -gradient[:1]]), torch.zeros(ROWS + 1, 1, LENGTH, 1, dtype=torch.long)
+    first[0, 0, 400:] = 400
+    rows = [slice(i, i + 1) for i in range(ROWS + 1)]
+    apart = [by_documents([x[row] for x in inputs], gradient[row], varlen.VarlenMask(first[row], None)) for row in rows]
+    numbers, whole = [], block_causal._Block.gradients
+    monkeypatch.setattr(block_causal._Block, "gradients", lambda *args: numbers.append(len(args[1])) or whole(*args))
+    monkeypatch.setattr(block_causal, "SCORES_BYTES", num_bytes)
+    together = by_documents(inputs, gradient, varlen.VarlenMask(first, None))
+    assert numbers == [1] * 4 + [number for number in turns for _ in range(3)]
+    assert error(together, [torch.cat(parts).detach() for parts in zip(*apart, strict=True)]) < 1e-6
+
+
 @pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
 def test_in_bf16_hardly_further_off_than_with_a_mask(key_heads):
     """Sums over several blocks are of rounded parts."""

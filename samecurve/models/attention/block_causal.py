@@ -1,10 +1,11 @@
 """Causal attention on a CPU in blocks of queries, as a custom torch operator.
 
-Each block uses only the keys that are visible to at least one of its queries. As in FlashAttention (Dao et al., 2022,
-arXiv:2205.14135) the backward pass recomputes probabilities, so stored activations grow with the length of a row
-instead of its square. (Storing the probabilities of a row of 512 tokens made a step of benchmarks/speed/pretrain.yaml
-only 1 % faster: reading them is hardly faster than computing them.) Scores are rounded to the inputs' dtype, as in
-eager attention.
+Each block uses only the keys that are visible to at least one of its queries. The forward pass is torch's own attention
+(FlashAttention, Dao et al., 2022, arXiv:2205.14135). The backward pass recomputes probabilities, too, so stored
+activations grow with the length of a row instead of its square, but in matrix products that cover a block: in bf16
+those are faster than torch's backward pass. Scores are rounded to the inputs' dtype there, as in eager attention.
+
+Rows with equal documents, such as those of one long text, are computed together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ BLOCK, SMALLEST = 256, 64
 
 Smaller blocks would compute fewer hidden scores, but in matrices too small to be fast.
 """
+SCORES_BYTES = 2**22
+"""Size of a block's scores beyond which rows are differentiated in turns."""
 
 
 @torch.library.custom_op("samecurve::varlen_attention", mutates_args=())
@@ -40,10 +44,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: floa
         (batch, sequence, heads, width).
     """
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-    for row, parts in enumerate(zip(query, key, value, first[:, 0, :, 0], strict=True)):
-        for block in _blocks(*parts):
-            attended = torch.bmm(block.probabilities(scale), block.value)
-            output[row, block.at] = _separate(attended, query.shape[1]).transpose(0, 1)
+    for rows, starts in _alike(first):
+        for block in _blocks(starts):
+            queries = _together(query[rows, :, block.at], key.shape[1])
+            keys, values = (x[rows, :, block.seen] for x in (key, value))
+            attended = nn.functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=block.bias(queries), scale=scale
+            )
+            _write(output[rows, block.at].transpose(1, 2), attended)
     return output
 
 
@@ -55,20 +63,23 @@ def _backward(
 
     `gradient` is (batch, sequence, heads, width).
     """
+    of_output = gradient.transpose(1, 2)
     of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
-    per_key, per_value = (torch.zeros(x.shape[1:], device=x.device) for x in (key, value))
-    for row, parts in enumerate(zip(query, key, value, first[:, 0, :, 0], strict=True)):
-        for block in _blocks(*parts):
-            given = _together(gradient[row].transpose(0, 1)[:, block.at], key.shape[1])
-            probabilities = block.probabilities(scale)
-            per_value[:, block.seen].add_(torch.bmm(probabilities.transpose(1, 2), given))
-            of_probabilities = torch.bmm(given, block.value.transpose(1, 2))
-            of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, probabilities.dtype)
-            of_query[row, :, block.at] = _separate(torch.bmm(of_scores, block.key).mul_(scale), query.shape[1])
-            per_key[:, block.seen].add_(torch.bmm(of_scores.transpose(1, 2), block.query))
-        of_key[row], of_value[row] = per_key.mul_(scale), per_value
-        per_key.zero_()
-        per_value.zero_()
+    for alike, starts in _alike(first):
+        blocks = list(_blocks(starts))
+        scores_of_row = query.shape[1] * max(block.num_scores for block in blocks)
+        at_once = max(1, SCORES_BYTES // (scores_of_row * query.element_size()))
+        for start in range(alike.start, alike.stop, at_once):
+            rows = slice(start, min(start + at_once, alike.stop))
+            memory = query.new_empty(2, (rows.stop - rows.start) * scores_of_row)
+            per_key, per_value = (torch.zeros(x[rows].shape, device=x.device) for x in (key, value))
+            for block in blocks:
+                parts = block.gradients(of_output[rows], query[rows], key[rows], value[rows], scale, memory)
+                _write(of_query[rows, :, block.at], parts[0])
+                for total, part in zip((per_key, per_value), parts[1:], strict=True):
+                    place = total[:, :, block.seen]
+                    place.add_(part.view(place.shape))
+            of_key[rows], of_value[rows] = per_key, per_value
     return of_query, of_key, of_value
 
 
@@ -108,62 +119,99 @@ def _backward_flops(_gradient: torch.Size, query: torch.Size, *_, **__) -> int:
 
 
 class _Block(NamedTuple):
-    """Consecutive queries of a row and the keys visible to at least one of them.
+    """Consecutive queries of rows with equal documents, and the keys visible to at least one of them.
 
     Attributes:
         at: range of the queries.
         seen: range of the keys.
-        query: (key heads, queries of all heads that share a key head, width).
-        key: (key heads, keys, width).
-        value: (key heads, keys, width).
-        bias: (queries of all heads that share a key head, keys), added to the scores.
+        starts: the first visible key of each query.
     """
 
     at: slice
     seen: slice
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor
+    starts: list[int]
 
-    def probabilities(self, scale: float) -> Tensor:
-        scores = torch.baddbmm(self.bias, self.query, self.key.transpose(1, 2), alpha=scale)
-        return torch.softmax(scores, dim=-1)
+    @property
+    def num_scores(self) -> int:
+        """Number of scores of a head."""
+        return (self.at.stop - self.at.start) * (self.seen.stop - self.seen.start)
+
+    def bias(self, queries: Tensor) -> Tensor:
+        """Return what is added to the scores of `queries`, (..., queries of all heads that share a key head, width)."""
+        num_queries, device = len(self.starts), queries.device
+        bias = _causal(num_queries, queries.dtype, device)
+        bias = nn.functional.pad(bias, (self.at.start - self.seen.start, 0))
+        if self.starts[-1] > self.seen.start:  # else every key before a query is visible
+            first = torch.tensor(self.starts, device=device)[:, None]
+            hidden = torch.arange(self.seen.start, self.seen.stop, device=device) < first
+            bias = bias.masked_fill(hidden, float("-inf"))
+        groups = queries.shape[-2] // num_queries
+        return bias if groups == 1 else bias.repeat(groups, 1)
+
+    def gradients(
+        self, of_output: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, memory: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of this block's queries, keys and values.
+
+        Args:
+            of_output: (rows, heads, sequence, width), as `query`.
+            memory: for the scores and the probabilities of all rows, (2, at least so many). Blocks share it, and the
+                processor's caches then hold it.
+
+        Returns:
+            Three of (rows * key heads, tokens, width); the queries' are those of all heads that share a key head.
+        """
+        given, queries = (_for_products(_together(x[:, :, self.at], key.shape[1])) for x in (of_output, query))
+        keys, values = (_for_products(x[:, :, self.seen]) for x in (key, value))
+        shape = torch.Size((*queries.shape[:2], keys.shape[1]))
+        scores, probabilities = (x[: shape.numel()].view(shape) for x in memory)
+        torch.baddbmm(self.bias(queries), queries, keys.transpose(1, 2), alpha=scale, out=scores)
+        torch._softmax(scores, -1, False, out=probabilities)
+        of_value = torch.bmm(probabilities.transpose(1, 2), given)
+        torch.bmm(given, values.transpose(1, 2), out=scores)
+        torch._softmax_backward_data(scores, probabilities, -1, scores.dtype, grad_input=scores)
+        of_query = torch.baddbmm(queries, scores, keys, beta=0, alpha=scale)
+        of_key = torch.baddbmm(keys, scores.transpose(1, 2), queries, beta=0, alpha=scale)
+        return of_query, of_key, of_value
 
 
 def _together(part: Tensor, key_heads: int) -> Tensor:
-    """Reshape (heads, tokens, width) to (key heads, tokens of all heads that share a key head, width).
+    """Reshape (rows, heads, tokens, width) to (rows, key heads, tokens of all heads that share a key head, width).
 
-    Heads that share a key head then need one product and no copies of keys. The result is contiguous, because otherwise
-    each product would make its own copy.
+    Heads that share a key head then need one product and no copies of keys.
     """
-    return part.reshape(key_heads, -1, part.shape[-1]).contiguous()
+    return part.reshape(len(part), key_heads, -1, part.shape[-1])
 
 
-def _separate(part: Tensor, heads: int) -> Tensor:
-    return part.view(heads, -1, part.shape[-1])
+def _for_products(part: Tensor) -> Tensor:
+    """Reshape (rows, key heads, tokens, width) to (rows * key heads, tokens, width).
 
-
-def _blocks(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> Iterator[_Block]:
-    """Split one row into blocks. `query`, `key` and `value` are (heads, sequence, width), `first` is (sequence,).
-
-    A block ends at a document's end if it then has at least SMALLEST queries.
+    Contiguous, because otherwise each product would make its own copy.
     """
-    starts = first.tolist()
-    begins, stop = [i for i, first_key in enumerate(starts) if i == first_key], 0
-    while stop < len(starts):
-        start, place = stop, bisect_left(begins, stop + SMALLEST)
-        stop = min(start + BLOCK, begins[place] if place < len(begins) else len(starts))
-        at, seen = slice(start, stop), slice(starts[start], stop)
-        queries, keys = _together(query[:, at], len(key)), key[:, seen].contiguous()
-        bias = _causal(stop - start, query.dtype, query.device)
-        bias = nn.functional.pad(bias, (keys.shape[1] - len(bias), 0))
-        if starts[stop - 1] > seen.start:  # else the block lies in one document, and every key before it is visible
-            hidden = torch.arange(seen.start, seen.stop, device=first.device) < first[at, None]
-            bias = bias.masked_fill(hidden, float("-inf"))
-        if len(query) > len(key):
-            bias = bias.repeat(len(query) // len(key), 1)
-        yield _Block(at, seen, queries, keys, value[:, seen].contiguous(), bias)
+    return part.flatten(0, 1).contiguous()
+
+
+def _write(place: Tensor, part: Tensor) -> None:
+    """Write a part that `_together` or `_for_products` has reshaped to its place, (rows, heads, tokens, width)."""
+    place.copy_(part.reshape(place.shape))
+
+
+def _alike(first: Tensor) -> Iterator[tuple[slice, list[int]]]:
+    """Yield consecutive rows with equal documents, and the first visible key of each of their queries."""
+    stop = 0
+    for starts, rows in groupby(first[:, 0, :, 0].tolist()):
+        start, stop = stop, stop + len(list(rows))
+        yield slice(start, stop), starts
+
+
+def _blocks(starts: list[int]) -> Iterator[_Block]:
+    """Split a row into blocks. A block ends at a document's end if it then has at least SMALLEST queries."""
+    begins, ends = [i for i, first in enumerate(starts) if i == first], [0]
+    while ends[-1] < len(starts):
+        place = bisect_left(begins, ends[-1] + SMALLEST)
+        ends.append(min(ends[-1] + BLOCK, begins[place] if place < len(begins) else len(starts)))
+    for start, stop in pairwise(ends):
+        yield _Block(slice(start, stop), slice(starts[start], stop), starts[start:stop])
 
 
 @lru_cache(maxsize=BLOCK)

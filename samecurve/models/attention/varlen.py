@@ -1,7 +1,7 @@
 """Causal attention within documents, without a dense mask: `model.attention: varlen`.
 
-On a GPU the implementation is torch's `varlen_attn`, on a CPU block_causal.py. torch's own attention on a CPU computes
-also the scores that a mask hides, and in bf16 is far slower than the matrix products that block_causal.py uses.
+On a GPU the implementation is torch's `varlen_attn`, on a CPU block_causal.py, which goes without most of the scores
+that a mask hides.
 
 Importing this module registers the name with transformers, whose models then get a `VarlenMask` as their mask.
 """
