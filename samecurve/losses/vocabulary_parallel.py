@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
+from samecurve.losses.cross_entropy import IGNORE_INDEX, sum_and_gradient, token_loss_sum
 
 
 class HeadWeights(NamedTuple):
@@ -49,7 +49,7 @@ class VocabularyColumns(NamedTuple):
         return torch.cat(parts, dim=-1)
 
     def sum_and_gradient(
-        self, measure: Callable[..., Tensor], logits: Tensor, targets: dict[str, Tensor]
+        self, measure: Callable[..., Tensor], logits: Tensor, **targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute the scalar measure(logits of all columns, **targets) and its gradient for this rank's columns.
 
@@ -62,11 +62,8 @@ class VocabularyColumns(NamedTuple):
         """
         if measure is token_loss_sum:
             return self._cross_entropy(logits, **targets)
-        whole = self.whole(logits).requires_grad_()
-        with torch.enable_grad():
-            loss = measure(whole, **targets)
-            (gradient,) = torch.autograd.grad(loss, whole)
-        return loss.detach(), gradient.narrow(-1, self.start, logits.shape[-1])
+        loss, gradient = sum_and_gradient(measure, self.whole(logits), **targets)
+        return loss, gradient.narrow(-1, self.start, logits.shape[-1])
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         own, trained = logits.float(), labels != IGNORE_INDEX

@@ -13,7 +13,7 @@ from samecurve.engines.loss_implementation import head_implementation, is_chunka
 from samecurve.errors import ConfigurationError
 from samecurve.losses import chunked_cross_entropy
 from samecurve.losses.chunked_cross_entropy import TokenSums, chunked_sums, install_chunked_head, trained_positions
-from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum
+from samecurve.losses.cross_entropy import IGNORE_INDEX, token_loss_sum, token_loss_sum_and_gradient
 from samecurve.specs import loss_chunks
 
 SIZES = {
@@ -105,6 +105,34 @@ def test_a_compiled_loss_is_the_same():
         torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
         assert gradient.keys() == expected.keys()
         assert all((gradient[name] - expected[name]).norm() <= 2e-3 * expected[name].norm() for name in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sum_and_gradient_are_those_of_autograd(dtype, weighted):
+    """Of a label that is all but certain the gradient is a difference of nearly equal numbers: not rounded before."""
+    torch.manual_seed(0)
+    logits, labels = (torch.randn(9, 40) * 4).to(dtype), torch.randint(0, 40, (9,))
+    labels[3], logits[5, labels[5]] = IGNORE_INDEX, 14
+    targets = {"labels": labels, **({"weights": torch.rand(9)} if weighted else {})}
+    exact = logits.double().requires_grad_()
+    losses = F.cross_entropy(exact, labels, reduction="none") * targets.get("weights", torch.ones(9))
+    losses.sum().backward()
+    for found in (
+        token_loss_sum_and_gradient(logits, **targets),
+        torch.compile(token_loss_sum_and_gradient)(logits, **targets),
+    ):
+        torch.testing.assert_close(found[0].double(), losses.sum().detach(), rtol=1e-6, atol=0)
+        assert found[1].dtype == dtype and not found[1][3].any()
+        torch.testing.assert_close(
+            found[1].double(), exact.grad, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize("label", [40, -1])
+def test_a_label_beyond_the_vocabulary_is_refused(label):
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        token_loss_sum_and_gradient(torch.zeros(1, 40), torch.tensor([label]))
 
 
 def test_in_bf16_its_gradients_are_at_least_as_near_to_those_in_fp32():

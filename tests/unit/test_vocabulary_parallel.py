@@ -32,7 +32,7 @@ def compare(rank: int, folder: str) -> None:
         whole = logits.clone().requires_grad_()
         expected = measure(whole, labels)
         expected.backward()
-        loss, gradient = columns.sum_and_gradient(measure, logits[:, own].clone(), {"labels": labels})
+        loss, gradient = columns.sum_and_gradient(measure, logits[:, own].clone(), labels=labels)
         torch.testing.assert_close(loss, expected.detach())
         assert whole.grad is not None
         torch.testing.assert_close(gradient, whole.grad[:, own])
@@ -40,11 +40,11 @@ def compare(rank: int, folder: str) -> None:
     expected = (cross_entropy(whole, labels, reduction="none") * weights).sum()
     expected.backward()
     targets = {"labels": labels, "weights": weights}
-    loss, gradient = columns.sum_and_gradient(token_loss_sum, logits[:, own].clone(), targets)
+    loss, gradient = columns.sum_and_gradient(token_loss_sum, logits[:, own].clone(), **targets)
     torch.testing.assert_close(loss, expected.detach())
     assert whole.grad is not None
     torch.testing.assert_close(gradient, whole.grad[:, own])
-    nothing, gradient = columns.sum_and_gradient(token_loss_sum, logits[:0, own], {"labels": labels[:0]})
+    nothing, gradient = columns.sum_and_gradient(token_loss_sum, logits[:0, own], labels=labels[:0])
     assert nothing == 0 and gradient.shape == (0, 6)
     dist.destroy_process_group()
 
