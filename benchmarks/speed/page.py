@@ -25,14 +25,16 @@ loop of "What the framework itself costs" has what samecurve has.
 The loss is that of the last step: of equal rows in equal order, except TRL's, which packs and orders a random choice of
 the same samples itself, by its defaults; padded, its steps have as many samples as samecurve's rows. Trainer's learning
 rate lags a step behind, from 0 on, so its loss does too. Shards are gathered in bf16, so their losses differ in the
-fourth digit."""
+fourth digit. Peak GiB is the most memory of one process in all rounds, with libraries, compilation and the export of
+the trained model, which only samecurve makes."""
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One table of one machine, as results.json keeps it.
 
-    rows: name, tokens/s or seconds, ratio (None for seconds), the lowest and the highest, the loss (None for seconds).
+    rows: name, tokens/s or seconds, ratio, the lowest and the highest, the loss, peak memory in GiB. With seconds there
+    is no ratio, no loss and no memory (None).
     overrides: of every recipe. note: what a reader has to know besides. mfu: of the first contestant. peak_tflops: of
     matrix multiplication, the median over its rounds; None where that was not kept.
     """
@@ -66,13 +68,13 @@ def page(found: Found, titles: Mapping[str, str], goals: Mapping[str, str]) -> s
 
 def _table(found: Measurement) -> str:
     if found.mfu is None:
-        rows = [[name, f"{median:.2f}", f"{low:.2f} to {high:.2f}"] for name, median, _, low, high, _ in found.rows]
+        rows = [[name, f"{median:.2f}", f"{low:.2f} to {high:.2f}"] for name, median, _, low, high, *_ in found.rows]
         return table(("", "seconds", "lowest and highest"), rows)
     rows = [
-        [name, f"{rate:,.0f}", f"{ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{loss:.4f}"]
-        for name, rate, ratio, low, high, loss in found.rows
+        [name, f"{rate:,.0f}", f"{ratio:.2f}", f"{low:.2f} to {high:.2f}", f"{loss:.4f}", f"{gib:.2f}"]
+        for name, rate, ratio, low, high, loss, gib in found.rows
     ]
-    return table(("", "trained tokens/s", "ratio", "lowest and highest", "loss"), rows)
+    return table(("", "trained tokens/s", "ratio", "lowest and highest", "loss", "peak GiB"), rows)
 
 
 def _circumstances(found: Measurement) -> str:

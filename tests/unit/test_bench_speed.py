@@ -32,21 +32,21 @@ def run(bench, *seconds: float, loss: float = 2.0):
     """120 tokens a step; warm-up took forever."""
     warm_up = [{"loss": 9.0, "tokens": 120, "step_seconds": 1000.0, "mfu": 0.0}] * bench.WARM_UP
     steady = [{"loss": loss, "tokens": 120, "step_seconds": each, "mfu": 0.5} for each in seconds]
-    return bench.Run(warm_up + steady, peak_tflops=0.25)
+    return bench.Run(warm_up + steady, peak_tflops=0.25, peak_gib=loss / 4)
 
 
 def test_a_ratio_is_of_one_round_and_a_speed_of_the_median_step(bench):
     first = [run(bench, 1.0, 1.0, 9.0), run(bench, 2.0), run(bench, 3.0)]  # 120, 60 and 40 tokens/s
     second = [run(bench, 2.0), run(bench, 2.0), run(bench, 4.0, loss=1.5)]  # 60, 60 and 30
     found = bench.compared({"one": first, "two": second})
-    assert found["rows"] == [["one", 60.0, 1.0, 1.0, 1.0, 2.0], ["two", 60.0, 0.75, 0.5, 1.0, 1.5]]
+    assert found["rows"] == [["one", 60.0, 1.0, 1.0, 1.0, 2.0, 0.5], ["two", 60.0, 0.75, 0.5, 1.0, 1.5, 0.5]]
     assert (found["mfu"], found["peak_tflops"]) == (0.5, 0.25)
 
 
 def test_a_table_is_measured_without_losing_the_others(bench, tmp_path, monkeypatch, capsys):
     given = []
     monkeypatch.setattr(bench, "play", lambda match, *more: given.append(more) or {"one": [run(bench, 1.0)]})
-    starts = {"rows": [["train.py --help", 0.25, None, 0.2, 0.3, None]]}
+    starts = {"rows": [["train.py --help", 0.25, None, 0.2, 0.3, None, None]]}
     monkeypatch.setattr(bench, "starts", lambda *_: starts)
     page = tmp_path / "speed.md"
     options = ["--rounds", "1", "--output", str(page)]
@@ -55,7 +55,8 @@ def test_a_table_is_measured_without_losing_the_others(bench, tmp_path, monkeypa
     bench.main([*options, "--only", "own", "--", "steps=8"])
     text = page.read_text()
     assert (
-        "| train.py --help | 0.25 | 0.20 to 0.30 |" in text and "| one | 120 | 1.00 | 1.00 to 1.00 | 2.0000 |" in text
+        "| train.py --help | 0.25 | 0.20 to 0.30 |" in text
+        and "| one | 120 | 1.00 | 1.00 to 1.00 | 2.0000 | 0.50 |" in text
     )
     assert "The first one's `mfu` is 50% of 0.25 TFLOP/s. 1 rounds with steps=8 on " in text
     assert set(json.loads((tmp_path / "speed" / "results.json").read_text())) == {"start", "own"}
