@@ -40,7 +40,7 @@ class Poison:
         return self.here and self.kind in kinds and self.step in self.steps
 
     def into(self, engine, task) -> None:
-        self._loss, task.loss = task.loss, self.loss
+        self._loss = task.loss
         self._embed = torch.nn.Embedding.forward
         torch.nn.Embedding.forward = lambda module, rows: self.embedded(self._embed(module, rows))
         intact, done = engine.step, 0
@@ -51,7 +51,11 @@ class Poison:
             self.step = done
             if self.acts("weight", "flip"):
                 self.harm(engine)
+            if breaks := self.acts("loss", "gradient", "spike"):
+                task.loss = self.loss  # not in other steps: autograd's last digits differ from the built-in gradient's
             result = intact(*arguments)
+            if breaks:
+                del task.loss
             if self.acts("updated_weight"):
                 self.harm(engine)
             self.step = 0

@@ -9,7 +9,6 @@ import pytest
 from battery import SINGLE, Battery, Case, Record, write_result
 from harness import STEPS, Run, largest_relative_difference, long
 
-ROUNDING = 1e-6  # autograd differentiates a loss that poisoned_train.py wraps, and token_loss_sum has its own gradient
 SCRIPT = str(Path(__file__).with_name("poisoned_train.py"))
 STRATEGIES = ("fsdp", "zero2", "zero3", "zero2_offload", "pipeline")
 # what the first stage of a pipeline embeds, the last one's loss; gradients and losses are broken where they are made
@@ -37,8 +36,8 @@ def expected(battery) -> Run:
     """A single process that skips steps 7 and 8."""
     run = poisoned(battery, SINGLE, "loss@7-8:*")
     assert run.returncode == 0, run.output
-    found, golden = run.column("loss"), battery.golden(SINGLE).column("loss")
-    assert found[:6] == pytest.approx(golden[:6], rel=ROUNDING) and found[8] != pytest.approx(golden[8], rel=ROUNDING)
+    golden = battery.golden(SINGLE)
+    assert run.column("loss")[:6] == golden.column("loss")[:6] and run.column("loss")[8:] != golden.column("loss")[8:]
     return run
 
 
@@ -99,7 +98,7 @@ def test_a_loss_spike_goes_back_to_the_checkpoint(battery):
     (line,) = skipped(run)
     assert line["step"] == 13 and "times the smoothed one" in line["reason"] and len(line["rows"]) == 8
     golden = battery.golden(SINGLE).column("loss")
-    assert run.column("loss")[:12] == pytest.approx(golden[:12], rel=ROUNDING)
+    assert run.column("loss")[:12] == golden[:12]
     assert run.column("loss")[13] == pytest.approx(golden[13], rel=0.1)  # three updates less, the same rows
 
 
