@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -92,15 +91,15 @@ def test_a_layer_on_a_part_of_the_sequence(strategy, precision):
     assert_layers_agree(dry_run(*arguments, "--strategy", f"configs/{strategy}.yaml"))
 
 
-RECOMPUTED = [*product(("fsdp", "fsdp_tp", "fsdp_ulysses", "tp"), ("full", "selective"), ("bf16", "fp32"))]
-RECOMPUTED.remove(("fsdp", "full", "fp32"))  # at its peak, late in the backward pass, inputs of layers are gone
-
-
-@pytest.mark.parametrize(("strategy", "recompute", "precision"), RECOMPUTED)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_tp", "fsdp_ulysses", "tp"])
 def test_a_layer_that_is_recomputed(strategy, recompute, precision):
     """Its input, of 4 bytes where residuals are fp32, and with selective recomputation what its products return."""
     arguments = (f"precision={precision}", f"memory.activation_checkpointing={recompute}", "--cluster", "h100x8")
     gpus = "2" if strategy == "tp" else "8"
+    if strategy in ("fsdp", "fsdp_ulysses"):  # a large whole head has the peak, and not late in the backward pass
+        arguments += ("tokenizer.vocabulary_size=65536",)
     assert_layers_agree(dry_run(*arguments, "--gpus", gpus, "--strategy", f"configs/{strategy}.yaml"))
 
 
