@@ -84,10 +84,7 @@ def test_outer_config_ties_embeddings(family, outer, tmp_path):
     assert model_shape.read(str(tmp_path))["tie_word_embeddings"] == text_config(published).tie_word_embeddings
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=[] if f in ("llama", "gemma2") else pytest.mark.full) for f in sorted(families("packed"))],
-)
+@pytest.mark.parametrize("family", sorted(families("packed")))
 def test_families_with_whole_logits(family):
     try:
         with torch.device("meta"):
