@@ -123,7 +123,7 @@ MEASURED = (
     Measured(
         "benchmarks/public_scripts.md",
         "what `prove` finds in examples of transformers and Accelerate, unchanged",
-        "by hand",
+        "`python -m benchmarks.public_scripts --accelerate CHECKOUT --transformers CHECKOUT FOLDER`",
         ("prove",),
     ),
     Measured(
