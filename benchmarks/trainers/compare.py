@@ -1,6 +1,6 @@
 """Train configurations under the trainer that they are of, and by the recipes that `adopt --config` makes of them.
 
-    python -m benchmarks.trainers.compare --trl FOLDER --llama_factory CHECKOUT --python PYTHON FOLDER > PAGE
+    python -m benchmarks.trainers.compare --trl FOLDER --llama_factory CHECKOUT --python PYTHON FOLDER
 
 FOLDER has TRL, and PYTHON the packages that LLaMA-Factory asks for, whose own examples are taken out of CHECKOUT. The
 models have two layers and random weights, the data 8 rows, which are one step; three steps are compared, in fp32.
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--llama_factory", type=Path, help="a checkout")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of LLaMA-Factory")
     parser.add_argument("--only", default="", help="configurations with this in their name")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "trainers.md", help="default: %(default)s")
     options = parser.parse_args()
     cases = {}
     for number, case in enumerate(CASES):
@@ -155,7 +156,7 @@ def main() -> None:
         "num_equal": sum("equal" in row for row in rows),
         "num_ratios": sum(row[-1].startswith("x ") for row in rows),
     }
-    print(PAGE.format(**facts), end="")
+    options.output.write_text(PAGE.format(**facts), encoding="utf-8")  # libraries print here, too
 
 
 if __name__ == "__main__":
