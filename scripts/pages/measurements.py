@@ -160,7 +160,6 @@ OLDER: dict[str, str] = dict.fromkeys(
         "benchmarks/accelerate_script.md",
         "benchmarks/peers.md",
         "benchmarks/public_scripts.md",
-        "benchmarks/strategy_files.md",
         "benchmarks/reliability.md",
         "docs/full_run.md",
     ),
