@@ -1,6 +1,6 @@
 """Judge published scripts by `prove`, unchanged, with small models and data in the place of theirs.
 
-    python -m benchmarks.public_scripts --accelerate CHECKOUT --transformers CHECKOUT FOLDER > PAGE
+    python -m benchmarks.public_scripts --accelerate CHECKOUT --transformers CHECKOUT FOLDER
 
 CHECKOUT is a clone, for its `examples`. FOLDER gets the models, the data, and for each script its working folder and
 its verdict as JSON. Nothing is downloaded.
@@ -75,13 +75,11 @@ def judge(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     kept = folder / "verdicts" / f"{script.stem}.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    if options.kept:
-        return {"seconds": "", "printed": "not run"}
     work = folder / "work" / script.stem
     prove = [sys.executable, "-m", "samecurve", "prove", str(script), "--strategies", ",".join(case.strategies)]
     started = time.monotonic()
-    code, printed = run([*prove, "--", *case.arguments.split()], script, work, folder)
-    verdict: dict[str, Any] = {"seconds": round(time.monotonic() - started), "code": code}
+    _, printed = run([*prove, "--", *case.arguments.split()], script, work, folder)
+    verdict: dict[str, Any] = {"seconds": round(time.monotonic() - started)}
     certificate = work / "runs" / "prove" / script.stem / "certificate.json"
     if certificate.exists():
         verdict["certificate"] = json.loads(certificate.read_text())
@@ -105,7 +103,7 @@ def answer(case: Case, strategy: str, verdict: dict[str, Any]) -> tuple[str, str
     content = verdict.get("certificate")
     if content is None:
         last = verdict["printed"].strip().splitlines()[-1]
-        return ("does not run: " * ("code" in verdict) + without_places(last)), case.cause(strategy, "")
+        return f"does not run: {without_places(last)}", case.cause(strategy, "")
     if content["shows_nothing"]:
         return f"FAIL: {content['shows_nothing']}", case.cause(strategy, "")
     seen = next(line for line in content["strategies"] if line["strategy"] == strategy)
@@ -127,8 +125,8 @@ def by_hand(options: argparse.Namespace) -> list[list[str]]:
     """Two steps of run_glue.py without dropout, by torchrun: the losses and gradient norms that Trainer logs."""
     folder = options.folder.resolve()
     kept, case = folder / "verdicts" / "by_hand.json", next(case for case in CASES if case.script == "run_glue.py")
-    if kept.exists() or options.kept:
-        return json.loads(kept.read_text()) if kept.exists() else [["not run", *[""] * 4]]
+    if kept.exists():
+        return json.loads(kept.read_text())
     script, rows = script_of(case, options), []
     plain = f"{GLUE} {TRAINER} --use_cpu --max_steps 2 --logging_steps 1".replace(
         "bert-base-cased", "bert-without-dropout"
@@ -162,8 +160,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="for inputs, runs and verdicts; an earlier call's is completed")
     parser.add_argument("--accelerate", type=Path, required=True, help="a checkout")
     parser.add_argument("--transformers", type=Path, required=True, help="a checkout")
-    parser.add_argument("--only", default="", help="scripts with this in their name; nothing is printed then")
-    parser.add_argument("--kept", action="store_true", help="run nothing: print the page of the verdicts so far")
+    parser.add_argument("--only", default="", help="scripts with this in their name; no page is written then")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "public_scripts.md", help="of the page")
     options = parser.parse_args()
     write_inputs(options.folder.resolve())
     rows = [row for case in CASES if options.only in case.script for row in rows_of(case, judge(case, options))]
@@ -171,16 +169,14 @@ def main() -> None:
         return
     columns = ("`run_glue.py` by hand", "first loss", "second", "first norm", "second")
     facts = {"today": date.today(), "commit": commit("benchmarks/public_scripts.md"), "machine": description()}
-    missing = sum(row[2] == "not run" and bool(row[0]) for row in rows)
     facts |= {
-        "missing": f" {missing} of {len(CASES)} scripts have not been run." if missing else "",
         "accelerate": checkout(options.accelerate, "src/accelerate/__init__.py", "accelerate"),
         "transformers": checkout(options.transformers, "src/transformers/__init__.py", "transformers"),
         "table": table(COLUMNS, rows),
         "notes": "\n".join(text for cause, text in NOTES.items() if any(cause in row[3].split("; ") for row in rows)),
         "by_hand": table(columns, by_hand(options)),
     }
-    print(PAGE.format(**facts), end="")
+    options.output.write_text(PAGE.format(**facts), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ NOTES = {
 PAGE = """# Public scripts, judged by `prove`
 
 Measured on {today} by `python -m benchmarks.public_scripts` at {commit}:
-{machine}.{missing}
+{machine}.
 
 The scripts are the examples of
 {accelerate} and of

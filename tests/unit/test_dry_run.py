@@ -98,7 +98,7 @@ def test_a_layer_that_is_recomputed(strategy, recompute, precision):
     """Its input, of 4 bytes where residuals are fp32, and with selective recomputation what its products return."""
     arguments = (f"precision={precision}", f"memory.activation_checkpointing={recompute}", "--cluster", "h100x8")
     gpus = "2" if strategy == "tp" else "8"
-    if strategy in ("fsdp", "fsdp_ulysses"):  # a large whole head has the peak, and not late in the backward pass
+    if strategy in ("fsdp", "fsdp_ulysses"):  # with a small head the peak is late, when the inputs of layers are gone
         arguments += ("tokenizer.vocabulary_size=65536",)
     assert_layers_agree(dry_run(*arguments, "--gpus", gpus, "--strategy", f"configs/{strategy}.yaml"))
 
