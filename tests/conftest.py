@@ -1,8 +1,25 @@
 """What all tests have in common."""
 
+import os
+from collections.abc import Iterator
+
+import pytest
+
 from samecurve.engines import start
 from tests.results import pytest_addoption, pytest_configure
 
 __all__ = ["pytest_addoption", "pytest_configure"]  # hooks of pytest
 
 start.quote_path()  # tests compile without an engine, too
+
+OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_LAUNCHERS += ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.fixture(autouse=True)
+def launch_is_forgotten() -> Iterator[None]:
+    """Fail a test that leaves variables of a launch to the tests after it, whose processes would follow them."""
+    before = {name: os.environ.get(name) for name in OF_LAUNCHERS}
+    yield
+    left = {name: os.environ.get(name) for name in OF_LAUNCHERS if os.environ.get(name) != before[name]}
+    assert not left, f"{left} stay in os.environ"

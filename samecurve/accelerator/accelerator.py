@@ -106,7 +106,7 @@ class Accelerator(PreparedData, Trackers, States):
                 dtype = compute_dtype("fp32" if self.mixed_precision == "no" else self.mixed_precision)
                 policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
                 fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
-        self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
+        self._step_norm: float | None = None  # of the step that DeepSpeed has taken since the last backward
         self._is_reduced = False  # a gradient of DeepSpeed's that waits for its step
         self._accumulates = False  # by `accumulate`, not by a count of the script's own
 
@@ -226,7 +226,7 @@ class Accelerator(PreparedData, Trackers, States):
             engine = self._deepspeed
             engine.set_gradient_accumulation_boundary(self.sync_gradients)
             engine.backward(loss, scale_wrt_gas=False, **kwargs)
-            self._step_taken, self._is_reduced = False, self.sync_gradients
+            self._step_norm, self._is_reduced = None, self.sync_gradients
         elif self.scaler is not None:
             self.scaler.scale(loss).backward(**kwargs)
         else:
@@ -278,16 +278,16 @@ class Accelerator(PreparedData, Trackers, States):
     def _take_deepspeed_step(self, max_norm: float | None = None) -> float:
         """Let DeepSpeed clip and update, unless it has done so for this step; return the norm before clipping."""
         engine = self._deepspeed
-        if not self._step_taken:
+        if self._step_norm is None:
             if max_norm is not None:
                 engine.optimizer.clip_grad = max_norm
                 engine._config.gradient_clipping = max_norm  # of stage 0 in fp32
             engine.step()
-            self._step_taken, self._is_reduced = True, False
+            norm = engine.get_global_grad_norm()
+            self._step_norm, self._is_reduced = math.nan if norm is None else float(norm), False
             if self._is_script:
                 deepspeed_introspection.read_models_whole()
-        norm = engine.get_global_grad_norm()
-        return math.nan if norm is None else float(norm)
+        return self._step_norm
 
     @property
     def _deepspeed(self) -> Any:

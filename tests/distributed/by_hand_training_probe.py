@@ -1,6 +1,6 @@
 """Lessons of examples/by_hand/ against whole engines, started with train.py's arguments without --strategy.
 
-$STRATEGIES: paths of strategy files, separated by commas, which take one Accelerator. The recipe's rows and model are
+$STRATEGIES: paths of strategy files, separated by commas, which spread the ranks alike. The recipe's rows and model are
 not read. Prints a line for each comparison, see by_hand_compare.py.
 """
 
@@ -36,9 +36,9 @@ def note_gradients(optimizer: torch.optim.Optimizer, args: object, kwargs: objec
         seen.update({id(weight): weight.grad.clone() for weight in group["params"]})
 
 
-def build(accelerator, plan, model):
-    torch.set_default_dtype(torch.float32)
-    return factory.build(accelerator, plan, model, SquaredErrors())
+def build(accelerator, plan, kind, num_layers):
+    torch.set_default_dtype(torch.float32)  # the lessons' is float64
+    return factory.build(accelerator, plan, skeleton(kind, num_layers), SquaredErrors())
 
 
 def replicas(accelerator, plan) -> None:
@@ -55,7 +55,7 @@ def replicas(accelerator, plan) -> None:
         weights = data_parallel.train(x, y, initial, rank, n)
         gradients = [weight.grad for weight in weights]
 
-    engine = build(accelerator, plan, skeleton(Mlp, 2))
+    engine = build(accelerator, plan, Mlp, 2)
     rows = micro_batches(x, y, engine.shard, plan.recipe.batch.micro_batch_size, embedded=False)
     seen.clear()
     for _ in range(data_parallel.STEPS):
@@ -75,7 +75,7 @@ def stages(accelerator, plan) -> None:
     gradient, loss, _ = pipeline.step(SCHEDULE_OF[schedule], x, y, Tower.initial[rank], rank, n)
     torch.distributed.all_reduce(loss)  # known on the last rank
 
-    engine = build(accelerator, plan, skeleton(Tower, n * (1 + Tower.with_identities)))
+    engine = build(accelerator, plan, Tower, n * (1 + Tower.with_identities))
     rows = micro_batches(x, y, engine.shard, plan.recipe.batch.micro_batch_size, embedded=True)
     assert len(rows) == pipeline.MICRO_BATCHES
     seen.clear()

@@ -32,7 +32,8 @@ ROUTERS = f"model.config={json.dumps(MIXTRAL)}", "model.router_loss=batch", "dat
     [
         ("single", ROUTERS),
         ("fsdp", ()),
-        *long(*((name, ()) for name in ENGINES if name not in ("fsdp", "pipeline", "zero3_nvme", *SCHEDULES))),
+        ("zero1", ()),
+        *long(*((name, ()) for name in ENGINES if name not in ("fsdp", "zero1", "pipeline", "zero3_nvme", *SCHEDULES))),
         *long(
             ("single", VARLEN),
             ("ddp", ROUTERS),

@@ -168,7 +168,8 @@ def test_a_first_rank_that_ends_before_the_others(facts, rank):  # noqa: F811
 def test_a_folder_that_cannot_be_written_and_a_group_that_does_not_connect(facts, rank, tmp_path, monkeypatch):  # noqa: F811
     rank(0, 1)
     (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "eth7")
     found = failures(ranks.examine(facts, [], str(tmp_path / "file" / "run"), 5.0))
     assert [(area, code) for area, _, code in found] == [("shared", 7), ("network", 6)]
     assert "Not a directory" in found[0][1] and found[1][1] == "the process group does not connect"

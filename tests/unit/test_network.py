@@ -128,7 +128,8 @@ def test_a_benchmarks_processes_listen_on_loopback_alone(tmp_path, monkeypatch):
     done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stdout.split("\n")) == (0, ["2 127.0.0.1", "2 127.0.0.1", ""])
     calls = []
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for name, value in {"MASTER_ADDR": "127.0.0.1", network.VARIABLE: "lo", "NCCL_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(memory_probe.dist, "init_process_group", lambda *_, **options: calls.append(options) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         memory_probe.connect("gloo", torch.device("cpu"))
