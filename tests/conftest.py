@@ -21,5 +21,4 @@ def launch_is_forgotten() -> Iterator[None]:
     """Fail a test that leaves variables of a launch to the tests after it, whose processes would follow them."""
     before = {name: os.environ.get(name) for name in OF_LAUNCHERS}
     yield
-    left = {name: os.environ.get(name) for name in OF_LAUNCHERS if os.environ.get(name) != before[name]}
-    assert not left, f"{left} stay in os.environ"
+    assert {name: os.environ.get(name) for name in OF_LAUNCHERS} == before

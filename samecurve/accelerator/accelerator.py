@@ -106,7 +106,7 @@ class Accelerator(PreparedData, Trackers, States):
                 dtype = compute_dtype("fp32" if self.mixed_precision == "no" else self.mixed_precision)
                 policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
                 fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
-        self._step_norm: float | None = None  # of the step that DeepSpeed has taken since the last backward
+        self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
         self._is_reduced = False  # a gradient of DeepSpeed's that waits for its step
         self._accumulates = False  # by `accumulate`, not by a count of the script's own
 
@@ -226,7 +226,7 @@ class Accelerator(PreparedData, Trackers, States):
             engine = self._deepspeed
             engine.set_gradient_accumulation_boundary(self.sync_gradients)
             engine.backward(loss, scale_wrt_gas=False, **kwargs)
-            self._step_norm, self._is_reduced = None, self.sync_gradients
+            self._step_taken, self._is_reduced = False, self.sync_gradients
         elif self.scaler is not None:
             self.scaler.scale(loss).backward(**kwargs)
         else:
@@ -260,8 +260,11 @@ class Accelerator(PreparedData, Trackers, States):
             The L2 norm before clipping, an fp64 scalar on the CPU: the same on every process and under every strategy.
         """
         if self.distributed_type == DistributedType.DEEPSPEED:
-            norm = self._take_deepspeed_step(max_norm) if self.sync_gradients else math.nan  # not known before the step
-            return torch.tensor(norm, dtype=torch.float64)
+            norm = None  # not known before the step
+            if self.sync_gradients:
+                self._take_deepspeed_step(max_norm)
+                norm = self._deepspeed.get_global_grad_norm()
+            return torch.tensor(math.nan if norm is None else float(norm), dtype=torch.float64)
         if norm_type != 2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         self.unscale_gradients()
@@ -275,19 +278,18 @@ class Accelerator(PreparedData, Trackers, States):
             torch._foreach_mul_([local_gradient(parameter) for parameter in trained], factor)
         return torch.tensor(norm, dtype=torch.float64)
 
-    def _take_deepspeed_step(self, max_norm: float | None = None) -> float:
-        """Let DeepSpeed clip and update, unless it has done so for this step; return the norm before clipping."""
+    def _take_deepspeed_step(self, max_norm: float | None = None) -> None:
+        """Let DeepSpeed clip and update, unless it has done so for this step."""
+        if self._step_taken:
+            return
         engine = self._deepspeed
-        if self._step_norm is None:
-            if max_norm is not None:
-                engine.optimizer.clip_grad = max_norm
-                engine._config.gradient_clipping = max_norm  # of stage 0 in fp32
-            engine.step()
-            norm = engine.get_global_grad_norm()
-            self._step_norm, self._is_reduced = math.nan if norm is None else float(norm), False
-            if self._is_script:
-                deepspeed_introspection.read_models_whole()
-        return self._step_norm
+        if max_norm is not None:
+            engine.optimizer.clip_grad = max_norm
+            engine._config.gradient_clipping = max_norm  # of stage 0 in fp32
+        engine.step()
+        self._step_taken, self._is_reduced = True, False
+        if self._is_script:
+            deepspeed_introspection.read_models_whole()
 
     @property
     def _deepspeed(self) -> Any:
@@ -299,7 +301,7 @@ class Accelerator(PreparedData, Trackers, States):
 class _DeepSpeedOptimizer(DeepSpeedOptimizerWrapper):
     """DeepSpeed's optimizer, whose `step` takes the step: Accelerate's own takes it within `backward`."""
 
-    take_step: Callable[[], float]
+    take_step: Callable[[], None]
 
     def step(self, closure: Any = None) -> None:
         if self.gradient_state.sync_gradients:
