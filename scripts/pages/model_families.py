@@ -41,7 +41,7 @@ In column
   the text of an answer can be told apart.
 
 Families without a line are refused in the columns from packs to Liger, and load (*allowed*) where no check of a model
-refuses them, for example that its modules set their own weights. Nothing is trained of {refused}: there
+refuses them, for example that its modules set their own weights. No language model is trained of {refused}: there
 a position sees the following tokens.
 """
 _FOOTER = """
