@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +32,7 @@ from samecurve.models.lora import is_adapted, trained_shapes
 from samecurve.models.packed_rows import check_packing
 from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.parameter_groups import describe_groups, roles_of
+from samecurve.optim.schedule import learning_rate
 from samecurve.run.metadata import RunFacts, resume_identity
 from samecurve.specs.data_names import BAD_ROWS
 from samecurve.specs.model_families import unproven_uses
@@ -143,7 +145,7 @@ def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -
         saved, identity: see `compatibility.refusals`.
 
     Returns:
-        A line to print about changed keys that have no effect on the missing export; "" otherwise.
+        A line to print: see `rate_change`, or changed keys that have no effect on the missing export; "" otherwise.
 
     Raises:
         NothingToDo: the same command has already completed.
@@ -151,7 +153,7 @@ def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -
     """
     early_stopping = EarlyStopping(recipe, saved.get("stopping", {}))
     if saved["step"] < recipe.steps and not early_stopping.is_over:
-        return ""
+        return rate_change(recipe, saved)
     where = f"nothing to do: {run.path} is at step {saved['step']} of {recipe.steps}"
     more = f"epochs={2 * recipe.epochs:g}" if recipe.epochs else f"steps={2 * recipe.steps}"
     if early_stopping.is_over:
@@ -167,6 +169,15 @@ def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -
     if is_complete:
         raise NothingToDo(f"{where}{f', and its model is in {run.model}' if run.is_exported else ''}; {ways}")
     return ""
+
+
+def rate_change(recipe: Recipe, saved: dict) -> str:
+    """Return a line about a learning rate that jumps, as where a schedule now has more steps; "" where none does."""
+    was, update = saved["record"].get("learning_rate"), saved["updates"]
+    now, following = learning_rate(recipe, update), learning_rate(recipe, update + 1)  # a skipped step had the latter
+    if was is None or math.isclose(was, now, rel_tol=1e-6) or math.isclose(was, following, rel_tol=1e-6):
+        return ""
+    return f"learning rate: {was:g} at step {saved['step']}, {following:g} at the next, as the schedule is another now"
 
 
 def build_engine(context: Context, built: Built) -> Engine:

@@ -66,9 +66,13 @@ def test_a_finished_run_is_done_and_a_refused_start_leaves_it_alone(workspace, t
     check_refused(directory, 4, before)
     again = start(workspace, directory, None, 1)
     assert again.returncode == 0 and everything(directory) == before, again.output
-    longer = start(workspace, directory, None, 1, f"steps={STEPS + 1}")
+    longer = start(workspace, directory, None, 1, f"steps={STEPS + 2}")
     assert longer.returncode == 0, longer.output
-    assert longer.column("step") == list(range(1, STEPS + 2))
+    assert longer.column("step") == list(range(1, STEPS + 3))
+    (jump,) = re.findall(r"^learning rate: (\S+) at step 4, (\S+) at the next", longer.output, re.MULTILINE)
+    assert [float(rate) for rate in jump] == pytest.approx(
+        longer.column("learning_rate")[STEPS - 1 : STEPS + 1], rel=1e-5
+    )
     old = directory / "previous" / "1"
     assert (old / "model" / "config.json").is_file() and (old / "status.json").read_bytes() == before["status.json"]
     assert "refused_start" not in longer.status
