@@ -93,7 +93,8 @@ class Adapter(Section):
     path: Name | None = None
     """Go on with the LoRA adapter in this folder (`adapter_config.json`, `adapter_model.safetensors`), for example with
     DPO after SFT, whose reference is the model with this adapter. The folder sets the keys of this block but
-    `dropout`, `quantization` and `loraplus_lr_ratio`. An adapter's folder as `model.path` does the same."""
+    `quantization` and `loraplus_lr_ratio`, and `dropout` where the recipe gives none. An adapter's folder as
+    `model.path` does the same."""
     rank: Count = 16
     """The rank of the matrices."""
     alpha: Count = 32
