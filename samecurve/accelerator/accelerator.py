@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import (
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
@@ -31,15 +30,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.data import DataLoader
 
 from samecurve.accelerator import cpu_bridge, deepspeed_introspection, fsdp, launch_env
 from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
+from samecurve.accelerator.prepared_loader import PreparedLoader
 from samecurve.accelerator.prepared_state import warn_of_unsaved_states
 from samecurve.accelerator.states import States
 from samecurve.accelerator.trackers import Trackers
+from samecurve.distributed import network
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import ConfigurationError
 from samecurve.optim.dtensor import local_gradient
@@ -90,10 +90,11 @@ class Accelerator(PreparedData, Trackers, States):
             _WORLDS.append(world)
         self.count, self._is_script = count, dims is None
         self.mesh = Mesh(dims or self._script_dims(), self.process_index, self.device)
-        if self.autocast_handler is not None and not self.autocast_handler.enabled:
+        if self.autocast_handler is not None and not self.autocast_handler.enabled and self.scaler is None:
             self.native_amp = False  # weights are cast layer by layer; Accelerate would still wrap the model's forward
         if self._is_script:
-            self._control = ControlGroup()  # on all processes now: `save_state` may be called by one alone
+            # On all processes now: `save_state` may be called by one alone. No watchdog ends a script.
+            self._control = ControlGroup(timeout=self.init_handler.timeout if self.init_handler else None)
             if self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
                 raise ConfigurationError("FSDP: set fsdp_version: 2 (FullyShardedDataParallelPlugin(fsdp_version=2))")
             if self.mixed_precision == "fp16" and self.device.type == "cpu":
@@ -103,7 +104,8 @@ class Accelerator(PreparedData, Trackers, States):
                     "fsdp_ignored_modules: nothing would reduce their gradients; freeze them instead"
                 )
             if self.is_fsdp2 and own_policy is None:
-                dtype = compute_dtype("fp32" if self.mixed_precision == "no" else self.mixed_precision)
+                own = {"no": "fp32", "fp8": "bf16"}  # as Accelerate's policy
+                dtype = compute_dtype(own.get(self.mixed_precision, self.mixed_precision))
                 policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
                 fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
@@ -149,7 +151,7 @@ class Accelerator(PreparedData, Trackers, States):
     def _begin_deepspeed(self, model: nn.Module, prepared: tuple) -> None:
         if any(isinstance(part, torch.optim.Optimizer | DummyOptim) for part in prepared):
             self.deepspeed_engine_wrapped = None  # `backward` is of the model that is trained
-        _complete_deepspeed(cast(DeepSpeedPlugin, self.deepspeed_plugin), model, prepared, self.num_processes)
+        deepspeed_introspection.complete_config(self.deepspeed_plugin, model, prepared, self.num_processes)
         if self._is_script and self.mixed_precision in ("bf16", "fp16"):  # a script's loss is fp32, as after autocast
             whole: Any = model
             whole._original_forward, whole.forward = model.forward, convert_outputs_to_fp32(model.forward)
@@ -216,6 +218,9 @@ class Accelerator(PreparedData, Trackers, States):
                 DataLoader has counted them.
             kwargs: as in Accelerate.
         """
+        active = self.gradient_state.active_dataloader
+        if isinstance(active, PreparedLoader):
+            active.trained = True  # also where `num_items` leaves nothing to count
         loss = loss * self._weight(reduction, num_items)
         if self.distributed_type == DistributedType.DEEPSPEED:
             if self._is_reduced:
@@ -318,6 +323,7 @@ def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:
     given = {type(handler) for handler in handlers}
     if sharded or deepspeed:
         launch_env.set_world_of_one()
+    network.choose_interface()  # for the control group, also where Accelerate has NCCL
     if cpu_bridge.needed():
         cpu_bridge.prepare(distributed=distributed, sharded=sharded, deepspeed=deepspeed)
         if deepspeed:
@@ -336,22 +342,6 @@ def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:
         sync_each_batch = sharded or deepspeed
         defaults["gradient_accumulation_plugin"] = GradientAccumulationPlugin(steps, sync_each_batch=sync_each_batch)
     return defaults | kwargs | {"kwargs_handlers": handlers}
-
-
-def _complete_deepspeed(plugin: DeepSpeedPlugin, model: nn.Module, prepared: tuple, num_processes: int) -> None:
-    """Set values of a DeepSpeed file for which Accelerate wants what a script need not have."""
-    config = plugin.deepspeed_config
-    if config.get("zero_optimization", {}).get("stage") == 3:  # else get_state_dict and save_model fail after training
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    if plugin.is_auto("train_micro_batch_size_per_gpu"):  # which DeepSpeed only reports
-        sizes = [part.batch_size or 1 for part in prepared if isinstance(part, DataLoader)]
-        config["train_micro_batch_size_per_gpu"] = max(1, min(sizes, default=1) // num_processes)
-    if plugin.is_auto("gradient_clipping"):
-        config["gradient_clipping"] = 0.0  # for Accelerate 1.0: a loop that does not clip would be clipped here alone
-    if not hasattr(getattr(model, "config", None), "hidden_size"):
-        zero = config.get("zero_optimization", {})
-        for key in [key for key in zero if plugin.is_auto(f"zero_optimization.{key}")]:
-            del zero[key]  # DeepSpeed's default counts: Accelerate's own values are functions of hidden_size
 
 
 def _note_num_items(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

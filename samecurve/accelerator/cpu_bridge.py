@@ -101,9 +101,22 @@ def gpus_are_shared() -> bool:
 
 
 def share_gpus() -> None:
-    """Number the local ranks by GPU, as Accelerate, DeepSpeed and DeviceMesh read LOCAL_RANK to choose a device."""
+    """Number the local ranks by GPU, as Accelerate, DeepSpeed and DeviceMesh read LOCAL_RANK to choose a device.
+
+    Raises:
+        TopologyError: this process has no GPU of its own, and none are shared.
+    """
+    if needed():
+        return
+    rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if gpus_are_shared():
-        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        os.environ["LOCAL_RANK"] = str(rank % count)
+    elif rank >= count:
+        raise TopologyError(
+            f"LOCAL_RANK: {rank}, but this process sees {count} of the host's GPUs; start at most {count} processes on "
+            "it. Where SLURM gives each task one GPU that it alone sees, start with --gpus-per-node or "
+            "--gpu-bind=none instead of --gpus-per-task, --gpu-bind=single"
+        )
 
 
 # torch.nn.SyncBatchNorm on CPUs, where PyTorch has no kernel for it and DDP refuses it.

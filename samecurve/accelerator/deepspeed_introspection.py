@@ -1,4 +1,5 @@
-"""Queries to a live DeepSpeed engine, shared by ZeRO and pipelines, and how a ZeRO-3 model is partitioned."""
+"""Queries to a live DeepSpeed engine, shared by ZeRO and pipelines, how a ZeRO-3 model is partitioned, and values that
+a script's DeepSpeed file may leave out."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
+from torch.utils.data import DataLoader
 
 from samecurve.interfaces.engine import dtype_name
 
@@ -175,3 +177,19 @@ def secondary_partition(module: nn.Module) -> int:
     weight: Any = next(module.parameters())
     has_copy = getattr(weight, "ds_zero_param_process_group", None) is not None
     return weight.ds_secondary_tensor_group_size if has_copy else 1
+
+
+def complete_config(plugin: Any, model: nn.Module, prepared: tuple, num_processes: int) -> None:
+    """Set values of a DeepSpeed file for which Accelerate wants what a script need not have."""
+    config = plugin.deepspeed_config
+    if config.get("zero_optimization", {}).get("stage") == 3:  # else get_state_dict and save_model fail after training
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    if plugin.is_auto("train_micro_batch_size_per_gpu"):  # which DeepSpeed only reports
+        sizes = [part.batch_size or 1 for part in prepared if isinstance(part, DataLoader)]
+        config["train_micro_batch_size_per_gpu"] = max(1, min(sizes, default=1) // num_processes)
+    if plugin.is_auto("gradient_clipping"):
+        config["gradient_clipping"] = 0.0  # for Accelerate 1.0: a loop that does not clip would be clipped here alone
+    if not hasattr(getattr(model, "config", None), "hidden_size"):
+        zero = config.get("zero_optimization", {})
+        for key in [key for key in zero if plugin.is_auto(f"zero_optimization.{key}")]:
+            del zero[key]  # DeepSpeed's default counts: Accelerate's own values are functions of hidden_size

@@ -159,7 +159,12 @@ class PreparedLoader(DataLoaderShard):
         device: where batches go; None leaves them on the CPU.
         count: returns the units of a batch, given its rows, too.
         world: adds them up over all processes.
+
+    Attributes:
+        trained: whether the current iteration, or the last one, has had a backward pass.
     """
+
+    trained = False
 
     def __init__(
         self,
@@ -228,7 +233,7 @@ class PreparedLoader(DataLoaderShard):
             self.dataset.set_epoch(epoch)
         total = self.batches.begin(epoch, start)
         self._worker_seeds.manual_seed((self.batches.seed + epoch * processes + rank) % 2**63)
-        self._source, self._window_end = iter(self.base_dataloader), -1
+        self._source, self._window_end, self.trained = iter(self.base_dataloader), -1, False
         self._ahead: deque[_Part] = deque()
         position.move(epoch + 1, 0, (epoch, start))
         self.begin()
@@ -245,9 +250,8 @@ class PreparedLoader(DataLoaderShard):
                 yield batch
             position.current = None
         except GeneratorExit:
-            trained = self._window_end >= 0
             self._drop_unfinished()
-            if position.current is current and not trained:  # else a newer iteration has the position
+            if position.current is current and not self.trained:  # else a newer iteration has the position
                 peeked = index == start
                 position.move(*before) if peeked else position.move(epoch + 1)
             raise
@@ -259,7 +263,7 @@ class PreparedLoader(DataLoaderShard):
         """Forget the gradients of an optimizer step that a loop left in its middle: it had counted all of the step."""
         accelerator = self.accelerator
         unfinished = 0 if accelerator.sync_gradients else accelerator.step % self.gradient_state.num_steps
-        if self._window_end < 0 or not unfinished:
+        if not self.trained or not unfinished:
             return
         accelerator.step -= unfinished
         for optimizer in accelerator._optimizers:
@@ -276,6 +280,7 @@ class PreparedLoader(DataLoaderShard):
         Reads the step's other micro-batches, as many as Accelerate's `accumulate` will take, unless it did already.
         """
         accelerator, state = self.accelerator, self.gradient_state
+        self.trained = True
         if self._units is None:
             done = accelerator.step % state.num_steps  # micro-batches of the step that `accumulate` has begun; 0: all
             if self._index > self._window_end or done == 1 % state.num_steps:

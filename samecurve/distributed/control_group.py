@@ -60,7 +60,7 @@ def _are_set(store: dist.Store, keys: list[str], seconds: float) -> bool:
 
 
 class ControlGroup:
-    """A gloo process group of all ranks; each instance has its own.
+    """A gloo process group of all ranks; each instance has its own. timeout: of an operation; None: torch's default.
 
     Construction is collective and follows torch.distributed's initialization. With a single process, or for this one
     `alone`, no group is created and every operation returns at once.
@@ -69,12 +69,13 @@ class ControlGroup:
     each rank in `conclude`. There is no all-gather, which is O(N^2) bytes in all.
     """
 
-    def __init__(self, alone: bool = False) -> None:
+    def __init__(self, alone: bool = False, timeout: timedelta | None = TIMEOUT) -> None:
         alone = alone or not dist.is_initialized() or dist.get_world_size() == 1
         self.size = 1 if alone else dist.get_world_size()
         self.rank = 0 if alone else dist.get_rank()
         with _lazy_connections():
-            self._group: Any = None if alone else dist.new_group(backend="gloo", timeout=TIMEOUT)
+            self._group: Any = None if alone else dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout = timeout
 
     @property
     def is_main(self) -> bool:
@@ -175,7 +176,7 @@ class ControlGroup:
 
     def new(self) -> ControlGroup:
         """Create another group of the same ranks, for a thread that runs in parallel with training. Collective."""
-        group = ControlGroup()
+        group = ControlGroup(timeout=self._timeout)
         # Connect now: ranks ask the launcher's store for addresses, and the last save may follow the launcher's death.
         group.conclude(None, len)
         return group

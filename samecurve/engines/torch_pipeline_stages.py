@@ -113,7 +113,7 @@ class LocalStages:
         self.name, self.ranks = strategy.schedule, strategy.dims.pp
         self.schedule = SCHEDULES[self.name]
         self.count, self.device = self.schedule.num_stages(self.ranks), mesh.device
-        self.group = mesh.group("pp")  # the schedule's own, so that NCCL makes no further communicators
+        self.group = mesh.group("pp")  # NCCL adds a communicator for each two ranks that send to each other
         self.pipelines = mesh.dims.groups("pp")
         self.peers = next(group for group in self.pipelines if mesh.rank in group)
         self.rank = self.peers.index(mesh.rank)

@@ -102,6 +102,6 @@ def _asked(plan: Plan) -> dict:
     elif strategy.backend == "deepspeed":
         asked["engine"] = "PipelineEngine" if strategy.schedule else "DeepSpeedEngine"
         asked["weight_dtype"] = DTYPES[recipe.precision]
-    elif strategy.keeps_model and strategy.distributed:
+    elif strategy.keeps_model and strategy.world_size > 1:  # Accelerate wraps that of one process on a CPU alone
         asked["engine"] = "DistributedDataParallel"
     return asked

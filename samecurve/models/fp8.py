@@ -100,9 +100,11 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
 
 
 def pads_inner_dimension(recipe: Recipe) -> bool:
-    """Whether to pad the number of tokens to the MULTIPLE that a weight's gradient needs; padding costs a copy."""
-    tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length
-    return not recipe.data.packing or tokens % MULTIPLE != 0
+    """Whether to pad the number of tokens to the MULTIPLE that a weight's gradient needs; padding costs a copy.
+
+    A step's last micro-batch may have fewer rows than the others.
+    """
+    return not recipe.data.packing or recipe.batch.sequence_length % MULTIPLE != 0
 
 
 def _forward(self: nn.Linear, inputs: Tensor) -> Tensor:

@@ -158,9 +158,10 @@ class Positions:
                 "use_cache": False,
             }
             if self._rotary is None and self._rotary_type is not None:
-                # built here, because the model's own buffers may be on the meta device
-                with torch.device(hidden.device):
-                    self._rotary = self._rotary_type(config=self._config)
+                # Built here, because the model's own buffers may be on the meta device. On the CPU, as theirs are: a
+                # GPU's frequencies differ in the last digits, and so would angles far into a row.
+                with torch.device("cpu"):
+                    self._rotary = self._rotary_type(config=self._config).to(hidden.device)
             if self._rotary is not None:
                 self._arguments[kind]["position_embeddings"] = self._rotary(hidden, position_ids=position_ids)
         return self._arguments[kind]

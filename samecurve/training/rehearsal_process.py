@@ -53,6 +53,13 @@ REMEDIES = {
 WRITING = ("checkpoint", "export")
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was full: also that of cuBLAS, NCCL or pinned pages, whose errors are of other classes."""
+    # on a CPU, torch raises a plain RuntimeError where an allocation fails
+    signs = "out of memory", "alloc_failed", "can't allocate memory"
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error).lower() for sign in signs)
+
+
 class StageMeter:
     """Measures stages and gathers the measurements of all ranks."""
 
@@ -80,9 +87,7 @@ class StageMeter:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            # on a CPU, torch raises a plain RuntimeError where an allocation fails
-            if not out_of_memory and "can't allocate memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             first = (str(error).splitlines() or ["out of memory"])[0]
             raise DoesNotFit(f"{name}: {first}\n{self._remedy(name)}") from error

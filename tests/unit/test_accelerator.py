@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from unittest.mock import Mock
 
 import accelerate
@@ -16,8 +17,8 @@ from transformers import LlamaConfig, LlamaModel
 
 import samecurve
 from samecurve.accelerator import accelerator as module
-from samecurve.accelerator import cpu_bridge
-from samecurve.errors import ConfigurationError
+from samecurve.accelerator import cpu_bridge, deepspeed_introspection
+from samecurve.errors import ConfigurationError, TopologyError
 
 ROWS = torch.arange(44.0).reshape(11, 4).sin()
 LABELS = torch.tensor(
@@ -101,11 +102,45 @@ def test_a_model_that_casts_itself_is_not_wrapped():
     assert not hasattr(one, "_original_forward")
 
 
+@pytest.mark.parametrize("of_step", [{}, {"num_items": 7}])
+def test_a_training_loop_that_is_left_keeps_its_place(of_step):
+    """Also where the script has counted the step, and nothing is asked of the loader."""
+    accelerator = samecurve.Accelerator(cpu=True)
+    prepared, loader = accelerator.prepare(model(), rows())
+    for index, batch in enumerate(loader):
+        if index == 2:
+            break
+        loss = cross_entropy(prepared(batch["rows"]), batch["labels"], reduction="sum")
+        accelerator.backward(loss, reduction="sum", **of_step)
+    state = loader.state_dict()
+    assert (state["epoch"], state["batches"]) == (0, 3)
+
+
+def test_a_script_of_several_hosts_finds_its_interface(monkeypatch):
+    chosen: list[bool] = []
+    monkeypatch.setattr(module.network, "choose_interface", lambda: chosen.append(True))
+    samecurve.Accelerator(cpu=True)
+    assert chosen == [True]
+
+
+def test_a_process_without_a_gpu_of_its_own_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    cpu_bridge.share_gpus()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(TopologyError, match="LOCAL_RANK: 3, but this process sees 1 of the host's GPUs"):
+        cpu_bridge.share_gpus()
+    monkeypatch.setenv(cpu_bridge.SHARE_GPUS, "1")
+    cpu_bridge.share_gpus()
+    assert os.environ["LOCAL_RANK"] == "0"
+
+
 def test_automatic_values_of_deepspeed_need_no_transformers_model():
     zero = {"stage": 3, "stage3_param_persistence_threshold": "auto", "reduce_bucket_size": 5}
     automatic = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
     plugin = DeepSpeedPlugin(hf_ds_config={**automatic, "zero_optimization": zero})
-    module._complete_deepspeed(plugin, model(), (rows(),), num_processes=4)
+    deepspeed_introspection.complete_config(plugin, model(), (rows(),), num_processes=4)
     assert plugin.deepspeed_config["train_micro_batch_size_per_gpu"] == 1  # 3 rows on 4 processes
     assert plugin.deepspeed_config["zero_optimization"] == {
         "stage": 3,

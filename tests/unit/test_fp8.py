@@ -159,7 +159,11 @@ def test_an_adapters_own_matrices_are_multiplied_as_before():
 
 
 @pytest.mark.parametrize(
-    ("fields", "pads"), [({}, False), ({"packing": False}, True), ({"micro_batch_size": 3, "sequence_length": 8}, True)]
+    ("fields", "pads"),
+    [
+        *(({}, False), ({"packing": False}, True), ({"micro_batch_size": 3, "sequence_length": 8}, True)),
+        ({"micro_batch_size": 2, "sequence_length": 8}, True),  # a step's last micro-batch may have one row
+    ],
 )
 def test_tokens_that_are_no_multiple_of_16_are_padded(fields, pads):
     assert fp8.pads_inner_dimension(recipe("tensorwise", **fields)) is pads

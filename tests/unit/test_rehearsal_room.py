@@ -28,6 +28,21 @@ from samecurve.training.rehearsal import DoesNotFit, RehearsedStage
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL error: Failed to CUDA calloc 4194304 bytes, Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+    ],
+)
+def test_memory_that_is_full_is_told_from_other_errors(error, is_memory):
+    assert rehearsal_process.is_out_of_memory(error) is is_memory
+
+
 def recipe(folder="runs/x/.rehearsal", steps=100, **more) -> Recipe:
     more["batch"] = {"global_batch_size": 8, "micro_batch_size": 4, "sequence_length": 32, **more.get("batch", {})}
     return make_recipe(Path(folder), "x", "pretrain", **{"output_dir": str(folder), "steps": steps, **more})

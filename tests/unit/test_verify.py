@@ -111,6 +111,16 @@ def test_fsdp_that_did_not_shard_is_told():
         verify(fsdp, replace(running, sharded=False), SHAPES)
 
 
+def test_ddp_of_one_process_is_the_model_itself():
+    """As Accelerate has it on a GPU; on a CPU it wraps the model in DDP nevertheless."""
+    alone = {"world_size": 1, "dims": ParallelDims(), "offload": ()}
+    asked = plan(name="ddp", backend="torch", sharding="none", **alone)
+    running = replace(RUNNING, zero_stage=0, sharded=False, num_parameters_per_rank=10, **alone)
+    for engine in ("LlamaForCausalLM", "DistributedDataParallel"):
+        running = replace(running, engine=engine, weight_dtype="float32", gradient_accumulation_steps=4)
+        verify(asked, running, SHAPES)
+
+
 def test_another_schedule_is_told():
     asked = plan(name="gpipe", backend="torch", sharding="none", schedule="GPipe", dims=ParallelDims(pp=2))
     running = replace(RUNNING, zero_stage=0, sharded=False, dims=ParallelDims(pp=2))
