@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from samecurve.distributed import network
+from samecurve.strategy import launchers
 
 if TYPE_CHECKING:
     from samecurve.strategy.plan import Strategy
@@ -80,8 +81,8 @@ def export_launch_env(strategy: Strategy, environ: Mapping[str, str] = os.enviro
 
 
 def set_world_of_one(environ: Mapping[str, str] = os.environ) -> None:
-    """Set the variables of a launcher for a process without one."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    """Set the variables of a launcher for a process without one, and what a launcher has left out."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": launchers.local_world_size(environ)}
     alone |= (
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(network.free_port())} if "MASTER_PORT" not in environ else {}
     )

@@ -109,7 +109,9 @@ def facts(folders: Mapping[str, Path], environ: Mapping[str, str] = os.environ) 
     shown = _output("nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits")
     for line in shown.splitlines():
         index, name, total, used, driver, bus = (part.strip() for part in line.split(","))
-        gpus.append(InstalledGpu(int(index), name, int(total), int(used), numa_node(bus)))
+        # [N/A] where GPU and host share one memory
+        total, used = (int(text) if text.isdecimal() else 0 for text in (total, used))
+        gpus.append(InstalledGpu(int(index), name, total, used, numa_node(bus)))
     namespace = own_address = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")

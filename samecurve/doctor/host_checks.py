@@ -80,13 +80,16 @@ def _gpus(facts: HostFacts) -> Iterator[Finding]:
     kinds = sorted({gpu.name for gpu in facts.gpus})
     memory = min(gpu.memory_mib for gpu in facts.gpus) / 1024
     nodes = sorted({gpu.numa_node for gpu in facts.gpus})
-    seen = f"{len(facts.gpus)} x {', '.join(kinds)}, {memory:.0f} GiB, on NUMA nodes {nodes}; {facts.cores} cores"
+    size = f"{memory:.0f} GiB" if memory else "memory unknown"
+    seen = f"{len(facts.gpus)} x {', '.join(kinds)}, {size}, on NUMA nodes {nodes}; {facts.cores} cores"
     seen += f"\n{facts.links.rstrip()}" if facts.links else ""
     used = [gpu for gpu in facts.gpus if gpu.used_mib > 0.05 * gpu.memory_mib]
     problems = []
     if used:
         busy = ", ".join(f"GPU {gpu.index} ({gpu.used_mib:,} MiB)" for gpu in used)
-        problems.append((f"memory is in use before the run: {busy}", "nvidia-smi shows the processes; end them"))
+        problems.append(
+            (f"memory is in use before the run: {busy}", "nvidia-smi shows the processes; end those that are yours")
+        )
     if len(kinds) > 1:
         fix = "choose GPUs of one kind with CUDA_VISIBLE_DEVICES"
         problems.append(("the slowest kind sets the pace of every step", fix))

@@ -218,11 +218,22 @@ def _links(world: World, hosts: Mapping[int, HostFacts]) -> list[Finding]:
         host, seen = hosts[rank].host if rank in hosts else f"rank {rank}", f"gloo over {interface}: {problems[rank]}"
         fix = f"export {network.VARIABLE}=... with the interface that reaches the other hosts, on each host"
         return [failed("network", seen, "the process group does not connect", fix, TopologyError, host)]
+    speeds, reduced = {}, []
     try:
         speeds = _pairs(world, sorted(hosts)) if len(hosts) > 1 else {}
         reduced = list(collectives.measure(["all_reduce"], [MESSAGE_BYTES], device, 0.2))
+    except RuntimeError as error:  # NCCL makes its communicator here
+        if not gpus:
+            raise
+        problem = str(error).splitlines()[0]
     finally:
         dist.destroy_process_group()
+    problems = {rank: text for rank, text in world.all_gather("nccl", problem).items() if text}
+    if problems:
+        rank = min(problems)
+        host, seen = hosts[rank].host if rank in hosts else f"rank {rank}", f"NCCL: {problems[rank]}"
+        fix = "start again with NCCL_DEBUG=INFO, which names the network, the peer or the memory that fails"
+        return [failed("links", seen, "the GPUs do not reach each other", fix, TopologyError, host)]
     names = {rank: facts.host for rank, facts in hosts.items()}
     promised = [facts.speeds[facts.route] for facts in hosts.values() if facts.route in facts.speeds]
     results = list(

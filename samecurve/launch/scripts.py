@@ -140,7 +140,6 @@ def _slurm(target: Target) -> str:
         "set -euo pipefail",
         'cd "$SLURM_SUBMIT_DIR"',
         'export PATH="$PWD/.venv/bin:$PATH"',
-        "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
         "",
         "# one task is one rank; SLURM would bind each to as many cores as it asked for, which is one",
         "code=0",

@@ -12,7 +12,7 @@ from samecurve.launch.hosts import PORT, HostSlots
 from samecurve.specs.environment import IN_CLONE, ROOT
 from samecurve.strategy.launchers import Ancestor
 from samecurve.strategy.plan import Plan
-from samecurve.strategy.resolve import resolve_plan
+from samecurve.strategy.resolve import read_files, resolve_plan
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "slurm", "kubernetes", "trainjob")
 CLUSTERS = LAUNCHERS[3:]  # they find machines of their own
@@ -125,6 +125,8 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
     if launcher == "accelerate":
         sizes = ["--num_machines", nodes, "--num_processes", str(target.world_size)]
         meeting = ["--machine_rank", rank, "--main_process_ip", head] if target.nodes > 1 else []
+        if target.nodes > 1 and read_files(target.strategy).deepspeed.name:  # its default starts all hosts from each
+            meeting += ["--deepspeed_multinode_launcher", "standard"]
         start = ["accelerate", "launch", "--config_file", target.strategy, *sizes, *meeting]
         # without --strategy: accelerate's config file is the strategy
         return [*start, "--main_process_port", port, *target.script, *target.overrides]

@@ -19,13 +19,14 @@ _BLOCK, _SIZE = "parallelism_config", "parallelism_config_dp_replicate_size"
 _LAYERS = "TRANSFORMER_BASED_WRAP"
 
 
-def read_fsdp1(document: Document, notes: list[str], no_effect: dict[str, str]) -> None:
+def read_fsdp1(document: Document, notes: list[str], no_effect: dict[str, str], num_machines: int = 0) -> None:
     """Write FSDP1's keys as FSDP2's; their meaning stays.
 
     Args:
         document: an Accelerate YAML; contradictions become its problems.
         notes: gets a line for the user about what is read in another way than it is written.
         no_effect: gets the reasons of keys that change nothing.
+        num_machines: as the launcher was given them; 0: the YAML's count.
     """
     block = document.get("fsdp_config")
     if document.get("distributed_type") != "FSDP":
@@ -64,7 +65,8 @@ def read_fsdp1(document: Document, notes: list[str], no_effect: dict[str, str]) 
             text += f"({document.place(('fsdp_config', _AGAIN))}); keep one of them"
             document.problem(("fsdp_config", key), text)
         block[_AGAIN] = again
-        machines = document.get("num_machines")
+        machines = num_machines or document.get("num_machines")
         if replicas and isinstance(machines, int) and machines > 1 and document.get(_BLOCK, _SIZE) is None:
-            document.content.setdefault(_BLOCK, {})[_SIZE] = machines
+            sizes = document.get(_BLOCK)
+            document.content[_BLOCK] = (sizes if isinstance(sizes, dict) else {}) | {_SIZE: machines}
             notes.append(f"{place}: {kind}: each of the {machines} machines is a replica")

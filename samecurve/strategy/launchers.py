@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samecurve.config.documents import COMMAND_LINE, ENVIRONMENT, ConfigProblem, Document, describe
+from samecurve.errors import ConfigurationError
 
 OWN_PROCESSES = "SAMECURVE_PROCESSES"  # set for the ranks that `train.py --num_processes` has started
 
@@ -88,6 +89,15 @@ def detect_launch(
         default = Path(home, "accelerate", "default_config.yaml").expanduser()
         config_file = str(default) if default.is_file() else None
     return Launch("accelerate", world_size, flags, config_file, problems)
+
+
+def num_machines(launch: Launch, environ: Mapping[str, str]) -> int:
+    """Return how many machines the launcher was given; 0 where it does not say."""
+    if launch.launcher == "accelerate":
+        given = (launch.flags or {}).get("num_machines", "")
+        return int(given) if given.isdecimal() else 0
+    local = environ.get("LOCAL_WORLD_SIZE", "")
+    return launch.world_size // int(local) if local.isdecimal() and int(local) else 0
 
 
 def own_processes(launch: Launch, num_processes: int | None, environ: Mapping[str, str]) -> Launch:
@@ -222,31 +232,58 @@ def slurm_variables(environ: Mapping[str, str], first_host: Callable[[str], str]
 
     Args:
         first_host: replaces `scontrol show hostnames` in tests.
+
+    Raises:
+        ConfigurationError: the nodes have a list of names, and there is no `scontrol` to read it.
     """
-    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if "RANK" in environ or tasks < 2:
+    # srun --pty starts a shell for a person, of which the other tasks know nothing
+    if "RANK" in environ or "SLURM_PTY_PORT" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
-    # SLURM writes the tasks of all nodes as 4(x2),3
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts = [int(count) for count, times in groups for _ in range(int(times or 1))]
-    node, nodes = int(environ.get("SLURM_NODEID", "0")), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     head = environ.get("MASTER_ADDR")
     if not head:
         head = (first_host or _first_host)(environ["SLURM_STEP_NODELIST"])
     return {
         "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": str(tasks),
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(counts[node] if node < len(counts) else max(1, tasks // nodes)),
+        "LOCAL_WORLD_SIZE": _slurm_tasks_here(environ),
         "MASTER_ADDR": head,
         # the same for all tasks of a job, and another one for a job that shares the node
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 20000),
     }
 
 
+def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
+    # SLURM writes the tasks of all nodes as 4(x2),3
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [int(count) for count, times in groups for _ in range(int(times or 1))]
+    node, nodes = int(environ.get("SLURM_NODEID", "0")), int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    return str(counts[node] if node < len(counts) else max(1, int(environ["SLURM_STEP_NUM_TASKS"]) // nodes))
+
+
+def local_world_size(environ: Mapping[str, str]) -> str:
+    """Return the number of this host's processes: torchrun, deepspeed and SLURM say it in variables of their own.
+
+    Where none does, all processes are on this host if they meet at it, else one of them is.
+    """
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        if name in environ:
+            return environ[name]
+    world = environ.get("WORLD_SIZE", "1")
+    if environ.get("SLURM_STEP_NUM_TASKS") == world:
+        return _slurm_tasks_here(environ)
+    return world if environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1") else "1"
+
+
 def _first_host(nodes: str) -> str:
+    if not {*"[,"} & {*nodes}:
+        return nodes
     command = ["scontrol", "show", "hostnames", nodes]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        text = f"MASTER_ADDR: not set, and `{' '.join(command)}` does not say the first of the nodes ({error})"
+        raise ConfigurationError(f"{text}; export MASTER_ADDR with its name") from error
 
 
 # A file in output_dir from the start of a --fresh run until the old checkpoints have been moved aside.

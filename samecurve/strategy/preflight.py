@@ -228,9 +228,11 @@ def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Pat
     """
     if any(environ.get(name, "0").strip() in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
         return False
-    if (version("torch") or "").endswith("+cpu"):
+    build = version("torch") or ""
+    if build.endswith("+cpu"):
         return False
-    return any(True for pattern in ("nvidia[0-9]*", "kfd", "dxg") for _ in devices.glob(pattern))
+    patterns = ["kfd"] if "rocm" in build else ["nvidia[0-9]*", "dxg"]
+    return any(True for pattern in patterns for _ in devices.glob(pattern))
 
 
 def operators(strategy: Strategy) -> set[str]:

@@ -59,7 +59,7 @@ def resolve_plan(
     launch = launchers.own_processes(detected, arguments.num_processes, environ)
     problems: list[ConfigProblem] = []
     chosen = _choose(arguments.strategy, launch, environ, problems)
-    files = read_files(chosen)
+    files = read_files(chosen, launchers.num_machines(launch, environ))
     strategy = describe_strategy(files, launch)
     taken: dict[str, str] = {}
     source = recipes.read_recipe(
@@ -210,9 +210,9 @@ def strategy_path(given: str) -> str:
     return path if os.path.isfile(path) else given
 
 
-def read_files(chosen: str | None) -> Files:
+def read_files(chosen: str | None, num_machines: int = 0) -> Files:
     """Read the strategy's files, see translation.read."""
-    return translation.read(chosen)
+    return translation.read(chosen, num_machines)
 
 
 def describe_strategy(files: Files, launch: Launch) -> Strategy:

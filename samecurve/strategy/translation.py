@@ -22,6 +22,13 @@ from samecurve.strategy.plan import Files, Statement
 
 _ZERO, _STAGE = "zero_optimization", ("zero_optimization", "stage")
 _JSON = ("deepspeed_config", "deepspeed_config_file")
+_KEPT = {_STAGE, *INLINE.values()}  # "auto" there is what the YAML says
+# of DeepSpeed's optimizers; the recipe's own are others
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": {"optimizer.betas": (0.9, 0.999), "optimizer.epsilon": 1e-8, "optimizer.weight_decay": 0.0},
+    "lion": {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.0},
+}
+_DEFAULTS["adamw"] = _DEFAULTS["adam"]
 _FP32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
 
 
@@ -52,20 +59,21 @@ def read_as_written(chosen: str) -> Files:
     return Files(accelerate, deepspeed, copy.deepcopy(accelerate.content), notes=notes)
 
 
-def read(chosen: str | None) -> Files:
-    """Read a strategy's files as the engines take them; None stands for no strategy."""
+def read(chosen: str | None, num_machines: int = 0) -> Files:
+    """Read a strategy's files as the engines take them; None stands for no strategy. num_machines: see read_fsdp1."""
     if chosen is None:
         return Files(Document(""), Document(""))
     files = read_as_written(chosen)
     reading = _Reading(files.accelerate, files.deepspeed, files.written, notes=list(files.notes))
     reading.rename()
-    read_fsdp1(reading.accelerate, reading.notes, reading.no_effect)
+    read_fsdp1(reading.accelerate, reading.notes, reading.no_effect, num_machines)
     for document, table in ((reading.accelerate, ACCELERATE), (reading.deepspeed, DEEPSPEED)):
         reading.blocks_of_autos(document)
         reading.walk(document, table)
     if reading.accelerate.get("distributed_type") == "FSDP":
         reading.accelerate.content["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False  # Accelerate's is true
     reading.inline()
+    reading.open_values()
     reading.unused_stages()
     statements = tuple(_agreed(reading.statements))
     reading.stage_0()
@@ -153,10 +161,25 @@ class _Reading:
                 if lowest not in (None, "auto"):  # what DeepSpeed ends with
                     path = ("scheduler", "type")
                     self.statements.append(Statement("schedule.min_lr_ratio", (lowest,), document, path, algorithm))
-            elif not numbers and "type" in block:
+            elif numbers:
+                self._defaults(document, str(block.get("type")), params)
+            elif "type" in block:
                 statement = Statement(kind.by, kind.values(block["type"]), document, (name, "type"), block["type"])
                 self.statements.append(replace(statement, weak=True))
                 del block["type"]
+
+    def _defaults(self, document: Document, algorithm: str, params: dict) -> None:
+        """Note what DeepSpeed takes for values that the file's optimizer leaves out: it counts before the recipe's."""
+        stands = {
+            f"optimizer.{'epsilon' if key == 'eps' else key}" for key, value in params.items() if value is not None
+        }
+        for by, value in _DEFAULTS.get(algorithm.lower(), {}).items():
+            if by not in stands:
+                path = ("optimizer", "type")
+                self.statements.append(Statement(by, (value,), document, path, algorithm, weak=True))
+        if algorithm.lower() == "sgd" and not params.get("momentum"):
+            place = document.place(("optimizer",))
+            self.notes.append(f"{place}: SGD without momentum is not built; optimizer.momentum of the recipe counts")
 
     def walk(self, document: Document, table: Table, path: KeyPath = ()) -> None:
         """Apply the table to a block of keys. What stays in it is used, unknown or refused."""
@@ -168,7 +191,8 @@ class _Reading:
             elif isinstance(rule, RecipeOwned):
                 self._owned(document, here, rule)
             elif isinstance(rule, ValueRule):
-                if value in ("auto", None) and here != _STAGE and not rule.accepts(value):
+                is_open = here != _STAGE if value is None else value == "auto" and here not in _KEPT
+                if is_open and not rule.accepts(value):
                     del block[key]  # the library's default
                 else:
                     block[key] = value if rule.accepts(value) else _converted(rule, value)
@@ -239,6 +263,13 @@ class _Reading:
             place = self.deepspeed.place(path)
             text = f"found {describe(value)}, but {'.'.join(path)} is {describe(other)} ({place}); make the two equal"
             self.accelerate.problem(("deepspeed_config", key), f"{text}, or remove this one")
+
+    def open_values(self) -> None:
+        """Leave to DeepSpeed what the JSON leaves open and no YAML says."""
+        for path in INLINE.values():
+            block = self.deepspeed.get(*path[:-1])
+            if path != _STAGE and isinstance(block, dict) and block.get(path[-1]) == "auto":
+                del block[path[-1]]
 
     def unused_stages(self) -> None:
         """List the keys of zero_optimization that DeepSpeed does not read at its stage."""
@@ -311,7 +342,11 @@ def _why_no_effect(key: str, rule: Any, value: Any) -> str:
     if isinstance(rule, NoEffect):
         accepted = value in (None, "auto") or rule.rule.accepts(_converted(rule.rule, value))
         return (_HAPPENS_ANYWAY if value in rule.silent else rule.reason) if accepted else ""
-    if isinstance(rule, Rejected) and isinstance(value, dict) and str(value.get("enabled")).lower() == "false":
+    if (
+        isinstance(rule, Rejected)
+        and isinstance(value, dict)
+        and str(value.get("enabled")).lower() in ("false", "auto")
+    ):
         return "it is not enabled"
     # by type, too: for Python 0 == False and 1 == True
     harmless = isinstance(rule, Rejected) and any(

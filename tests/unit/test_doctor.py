@@ -173,8 +173,33 @@ def test_tasks_of_srun():
         == {}
         == launchers.slurm_variables({"SLURM_STEP_NUM_TASKS": "1"})
     )
+    assert launchers.slurm_variables(task | {"SLURM_PTY_PORT": "40001"}) == {}  # a shell of srun --pty
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}  # of the batch script itself
     assert launchers.slurm_variables(batch) == {}
+
+
+def test_the_first_node_without_scontrol(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    task = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1"}
+    assert launchers.slurm_variables(task | {"SLURM_STEP_NODELIST": "node3"})["MASTER_ADDR"] == "node3"
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR: not set.*scontrol.*export MASTER_ADDR"):
+        launchers.slurm_variables(task | {"SLURM_STEP_NODELIST": "node[3-4]"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, "1"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "4"),  # torchrun
+        ({"WORLD_SIZE": "8", "LOCAL_SIZE": "4", "MASTER_ADDR": "node3"}, "4"),  # deepspeed
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}, "8"),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "node3"}, "1"),  # not known
+        # exported in a batch script from SLURM's variables
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "node3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}, "4"),
+    ],
+)
+def test_the_processes_of_this_host(environ, count):
+    assert launchers.local_world_size(environ) == count
 
 
 def test_a_folder_is_seen_or_not(tmp_path):

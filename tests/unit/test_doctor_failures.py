@@ -58,6 +58,9 @@ def test_gpus_are_read_from_the_driver(tmp_path, monkeypatch):
     found = host.facts({})
     assert found.gpus == [replace(GPU, numa_node=-1)]
     assert (found.versions["driver"], found.links) == ("580.95", "GPU0  X\n")
+    line = "0, NVIDIA GB10, [N/A], [N/A], 580.95, 0000000F:01:00.0"  # GPU and host share one memory
+    smi.write_text(f'#!/bin/sh\ncase "$*" in *query*) echo "{line}";; *) echo "GPU0  X";; esac\n')
+    assert [(gpu.name, gpu.memory_mib, gpu.used_mib) for gpu in host.facts({}).gpus] == [("NVIDIA GB10", 0, 0)]
     smi.write_text("#!/bin/sh\nexit 9\n")  # no driver
     assert host.facts({}).gpus == []
 

@@ -36,8 +36,8 @@ def hosts(tmp_path) -> str:
     return str(path)
 
 
-def emitted(launcher: str, capsys, *machines: str) -> str:
-    assert main(["launch", *RECIPE, *FSDP, "--launcher", launcher, *machines]) == 0
+def emitted(launcher: str, capsys, *machines: str, strategy: str = FSDP[1]) -> str:
+    assert main(["launch", *RECIPE, "--strategy", strategy, "--launcher", launcher, *machines]) == 0
     return capsys.readouterr().out
 
 
@@ -54,6 +54,10 @@ def test_a_command_for_each_host(hosts, capsys):
         start = f"accelerate launch --config_file {FSDP[1]} --num_machines 2 --num_processes 8 --machine_rank {rank}"
         meeting = "--main_process_ip 10.0.0.1 --main_process_port 2950"
         assert shlex.split(line) == [*start.split(), *meeting.split(), *SCRIPT, "data.path=docs", "steps=700"]
+        # the hosts are started one by one, and under DeepSpeed accelerate would start both from each
+        assert ("--deepspeed_multinode_launcher standard" in line) is False
+    line = emitted("accelerate", capsys, "--hosts", hosts, strategy="configs/zero3.yaml").splitlines()[1]
+    assert "--deepspeed_multinode_launcher standard" in line
 
 
 def test_hosts_that_may_be_lost(hosts, capsys):

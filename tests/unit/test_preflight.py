@@ -178,6 +178,11 @@ def test_an_accelerator_is_seen_by_its_device_file_unless_hidden(tmp_path, monke
     assert preflight.has_accelerator({}, tmp_path)
     assert preflight.has_accelerator({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path)
     assert not preflight.has_accelerator({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+    (tmp_path / "nvidia0").unlink()
+    (tmp_path / "kfd").touch()  # of an AMD processor's graphics, which a CUDA build does not use
+    assert not preflight.has_accelerator({}, tmp_path)
+    monkeypatch.setattr(preflight, "version", lambda package: "2.13.0+rocm7.0")
+    assert preflight.has_accelerator({}, tmp_path)
     monkeypatch.setattr(preflight, "version", lambda package: "2.13.0+cpu")
     assert not preflight.has_accelerator({}, tmp_path)
 

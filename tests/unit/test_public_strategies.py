@@ -14,6 +14,7 @@ from report_cases import ACCELERATE, TORCHRUN, Plan, launched, message
 from benchmarks import strategy_files
 from samecurve.strategy.accelerate_keys import ACCELERATE as YAML_KEYS
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
+from samecurve.strategy.launchers import Ancestor
 
 SILENT = """\
 output_dir: runs/x
@@ -46,6 +47,7 @@ CONFIG = {
     "tpu_use_sudo": False,
     "use_cpu": False,
 }
+LION = {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.0}  # DeepSpeed's defaults
 ZERO_INLINE = {
     "deepspeed_multinode_launcher": "standard",
     "offload_optimizer_device": "none",
@@ -190,12 +192,15 @@ RUN = [
     ("cifar.json", {"train_batch_size": 16, "steps_per_print": 2000, "prescale_gradients": False, "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
                     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 4}}}, "ddp",
      {"batch.global_batch_size": 16, "optimizer.learning_rate": 0.001, "optimizer.betas": (0.8, 0.999), "optimizer.weight_decay": 3e-7, "schedule.name": "constant", "schedule.warmup_type": "log", "schedule.warmup_steps": 4}, []),
-    ("lion.json", {"optimizer": {"type": "Lion", "params": {"lr": 1e-5}}, "zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}, "zero2", {"optimizer.name": "lion", "optimizer.learning_rate": 1e-5, "batch.global_batch_size": 8}, []),
+    ("lion.json", {"optimizer": {"type": "Lion", "params": {"lr": 1e-5}}, "zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}, "zero2", {"optimizer.name": "lion", "optimizer.learning_rate": 1e-5, "batch.global_batch_size": 8, **LION}, []),
     ("switched_off.json", zero({"stage": 2, "elastic_checkpoint": True, "mics_shard_size": -1, "offload_param": {"device": "none", "nvme_path": None}}, elasticity={"enabled": False}, sparse_gradients=False,
                                compile={"enabled": "false"}, autotuning={"enabled": False}, aio={"thread_count": 1}, communication_data_type=None, checkpoint={"load_universal": True}), "zero2", {}, ["elasticity", "sparse_gradients", "checkpoint"]),
     ("bert.json", {"train_batch_size": 4, "fp16": {"enabled": False}, "zero_optimization": True}, "zero1", {"batch.global_batch_size": 4}, ["stage 1"]),
     ("stage3.conf", zero(ZERO3, bf16={"enabled": True}), "zero3", {}, []),  # open-instruct's suffix
     ("accelerate.json", inline(), "zero3", {}, []),
+    ("adam.json", {"optimizer": {"type": "Adam", "params": {"lr": 1e-5, "eps": "auto"}}, "zero_optimization": {"stage": 2}}, "zero2", {"optimizer.learning_rate": 1e-5, "optimizer.betas": (0.9, 0.999), "optimizer.weight_decay": 0.0}, []),
+    ("sgd.json", {"optimizer": {"type": "SGD", "params": {"lr": 1e-5}}, "zero_optimization": {"stage": 2}}, "zero2", {"optimizer.name": "sgd", "optimizer.learning_rate": 1e-5}, ["SGD without momentum is not built"]),
+    ("open.json", zero(ZERO3 | {"offload_param": {"device": "auto"}}, amp={"enabled": "auto", "opt_level": "auto"}), "zero3", {}, []),
     ("ipex.yaml", accelerate(ipex_config={"ipex": False, "use_xpu": False}, dynamo_backend="NO", main_process_port=None), "ddp", {}, ["ipex_config"]),
     ("unclipped.json", zero(ZERO2, gradient_clipping=0.0), "zero2", {"optimizer.max_grad_norm": 1e9}, []),
 ]
@@ -306,6 +311,36 @@ BOTH = [  # the file's keys, the recipe's key, its value there, what the recipe 
     ({"scheduler": {"params": {"total_num_steps": 20, "warmup_type": "linear"}}}, "steps", "10 (r.yaml:2)", "steps=20"),
 ]
 # fmt: on
+
+
+def test_an_open_value_of_the_json_is_the_yamls(tmp_path, monkeypatch):
+    """As Accelerate documents "auto"."""
+    (tmp_path / "z3.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}})
+    )
+    block = {"deepspeed_config_file": "z3.json", "offload_param_device": "cpu"}
+    content = {"distributed_type": "DEEPSPEED", "deepspeed_config": block}
+    assert resolved(tmp_path, monkeypatch, "a.yaml", content).strategy.offload == ("param:cpu",)
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "replicas"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, None, 2),  # torchrun
+        ({"LOCAL_WORLD_SIZE": "8"}, None, 1),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, ["--num_machines", "2", "--num_processes", "8"], 2),
+    ],
+)
+def test_replicas_are_the_launchers_machines(environ, flags, replicas, tmp_path, monkeypatch):
+    ancestors = (
+        [Ancestor(("accelerate", "launch", "--config_file", "a.yaml", *flags, "train.py"), str(tmp_path))]
+        if flags
+        else []
+    )
+    environ |= {"WORLD_SIZE": "8", "RANK": "0", **({} if flags else {"TORCHELASTIC_RUN_ID": "none"})}
+    content = fsdp(fsdp_sharding_strategy="HYBRID_SHARD", fsdp_version=1) | {"parallelism_config": None}
+    plan = resolved(tmp_path, monkeypatch, "a.yaml", content, environ=environ, ancestors=lambda: ancestors)
+    assert plan.strategy.dims.dp_replicate == replicas
 
 
 def test_one_accumulation_step_is_a_default_of_tools(tmp_path, monkeypatch):
