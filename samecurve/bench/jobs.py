@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 from samecurve.config import loader as recipes
@@ -97,15 +98,19 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
 
     Args:
         recipe: the recipe's path.
-        given: the user's overrides. They have precedence over everything but `steps`; epochs are dropped.
+        given: the user's overrides. They have precedence over everything but `steps`; epochs and the best checkpoint
+            are dropped.
         defaults: values for keys that the user did not set.
 
     Raises:
         ConfigurationError: reports every problem of the recipe, before any process is started.
     """
     schedule = recipes.load_recipe(recipe, given).schedule
+    # without evaluations and checkpoints, what is made of them has no meaning
+    unmade = {"checkpoint.best": None, "evaluate.patience": None, "export.checkpoint": "last"}
     short = {
         **defaults,
+        **unmade,
         "schedule.warmup_steps": schedule.warmup_steps and min(schedule.warmup_steps, steps // 4),
         "schedule.decay_steps": schedule.decay_steps and min(schedule.decay_steps, steps // 4),
         "evaluate.every_steps": 0,
@@ -115,7 +120,7 @@ def shortened(recipe: str, given: Sequence[str], steps: int, **defaults: object)
         "profile.steps": None,  # these steps may be after the last one
     }
     epochs = tuple(f"{'.'.join(key)}=" for _, key in UNITS)
-    given = [argument for argument in given if not argument.startswith(epochs)]
+    given = [word for word in given if not word.startswith((*epochs, *(f"{key}=" for key in unmade)))]
     keys = {argument.partition("=")[0] for argument in given}
     added = [f"{key}={'null' if value is None else value}" for key, value in short.items() if key not in keys]
     settings = latest_overrides([*given, *added, f"steps={steps}"])
@@ -159,16 +164,21 @@ def set_aside(directory: Path) -> None:
 
 @contextmanager
 def processes(
-    arguments: Sequence[str], stream: IO | int | None, world_size: int, stdin: int | None = None
+    arguments: Sequence[str],
+    stream: IO | int | None,
+    world_size: int,
+    stdin: int | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[subprocess.Popen]:
     """Start a job in a process group of its own, which ends when this process ends by Ctrl-C, SIGTERM or an error.
 
     Args:
         stream: receives the job's output; None for this process's standard output.
         stdin: as subprocess.Popen has it, and so may `stream` be.
+        variables: of the environment, beside this process's.
     """
     # torchrun would give each process 1 thread; the user's own value wins
-    environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ}
+    environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ, **variables}
     # SIGTERM would otherwise end this process without `finally`, and leave the job behind
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     process = subprocess.Popen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -78,8 +78,11 @@ def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -
     print(rounding, end="\n" if rounding else "")
 
 
-def copy_as(source: Path, target: Path, dtype: torch.dtype) -> Rounding:
+def copy_as(source: Path, target: Path, dtype: torch.dtype, exact: Container[str] = ()) -> Rounding:
     """Copy a model folder with its weights in another dtype. Returns what that changes.
+
+    Args:
+        exact: names of tensors that stay as they are, beside those of integers.
 
     Raises:
         NumericError: a value is out of the dtype's range.
@@ -96,7 +99,7 @@ def copy_as(source: Path, target: Path, dtype: torch.dtype) -> Rounding:
     target.mkdir(parents=True)
     rounding = Rounding()
     for path in source.iterdir():
-        _copy(path, target / path.name, dtype, rounding)
+        _copy(path, target / path.name, dtype, rounding, exact)
     return rounding
 
 
@@ -108,7 +111,7 @@ def check_links(folder: Path) -> None:
             raise CheckpointError(f"{path}: a link to {path.resolve()}, which is outside of {folder}; remove it")
 
 
-def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding) -> None:
+def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding, exact: Container[str]) -> None:
     if source.is_dir():
         shutil.copytree(source, target)
     elif source.name.startswith(UNCHANGED):
@@ -116,10 +119,11 @@ def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding) ->
     elif source.suffix == ".safetensors":
         stored = header(source)
         tensors = read(stored, stored)
-        problems = [str(problem) for name, tensor in tensors.items() if (problem := out_of_range(name, tensor, dtype))]
+        cast = {name: one for name, one in tensors.items() if name not in exact and one.is_floating_point()}
+        problems = [str(problem) for name, tensor in cast.items() if (problem := out_of_range(name, tensor, dtype))]
         if problems:
             raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))
-        for name, tensor in tensors.items():
+        for name, tensor in cast.items():
             tensors[name] = tensor.to(dtype)
             rounding.add(tensor, tensors[name])
         save_file(tensors, target, metadata=METADATA)

@@ -49,7 +49,13 @@ _FACTS = {
         "seed": int,
         "steps": COUNT,
         "precision": str,
-        "adapter": {"name": (str, None), "rank?": COUNT, "dora?": bool, "path?": (str, None)},
+        "adapter": {
+            "name": (str, None),
+            "rank?": COUNT,
+            "dora?": bool,
+            "path?": (str, None),
+            "modules_to_save?": ([str], None),
+        },
         "model": {"path": (str, None)},
         "data": {"path": (str, None), "source?": (str, None), "mixture?": ([{"path": str, "weight": float}], None)},
         "batch": {"global_batch_size": COUNT, "sequence_length": COUNT},
@@ -202,8 +208,9 @@ def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
     adapter = recipe["adapter"]
     if not adapter["name"] or info.merged:
         command = "vllm serve .  # this folder, or the model's name on the hub"
-    elif adapter.get("dora"):
-        command = "# vLLM has no DoRA: merge the adapter first (python -m samecurve merge RUN)"
+    elif adapter.get("dora") or adapter.get("modules_to_save"):
+        what = "DoRA" if adapter.get("dora") else "modules_to_save"
+        command = f"# vLLM has no {what}: merge the adapter first (python -m samecurve merge RUN)"
     else:
         rank, larger = adapter.get("rank", 0), ""
         if rank > 16:

@@ -81,6 +81,9 @@ class TextGenerator:
     def encode(self, texts: Sequence[str], rendered: bool) -> dict[str, Tensor]:
         """Tokenise texts as a left-padded batch.
 
+        A text of a model whose run is known begins as the run's documents did: with the token that begins a text, if
+        there is one, whether or not the tokenizer adds it by itself.
+
         Args:
             rendered: whether the chat template rendered them; it writes the special tokens itself.
 
@@ -90,9 +93,12 @@ class TextGenerator:
         self.tokenizer.padding_side = "left"  # the answer continues a row's last token
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        encoded = self.tokenizer(
-            list(texts), return_tensors="pt", padding=len(texts) > 1, add_special_tokens=not rendered
-        )
+        own = self.recipe is None and not rendered  # whether the tokenizer decides
+        encoded = self.tokenizer(list(texts), add_special_tokens=own)
+        begin = self.tokenizer.bos_token_id
+        if not own and not rendered and begin is not None:
+            encoded = {"input_ids": [[begin, *row] for row in encoded["input_ids"]]}
+        encoded = self.tokenizer.pad(encoded, return_tensors="pt")
         return {name: encoded[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
 
     def generate(self, encoded: dict[str, Tensor], options: GenerationOptions, streamer=None) -> list[tuple[str, bool]]:
@@ -200,5 +206,6 @@ def sample(generator: TextGenerator, prompt: str, system: str | None, options: G
         if not prompt and not start:
             raise ConfigurationError(f"--prompt: {generator.folder} has no token that starts a text; give a prompt")
         text = prompt or str(start)
-    encoded = generator.encode([text], rendered=generator.chat)
+    # the token that starts a text stands for the empty prompt, and no other one before it
+    encoded = generator.encode([text], rendered=generator.chat or not prompt)
     return generator.generate(encoded, options)[0][0]

@@ -18,7 +18,7 @@ from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInf
 from samecurve.export.weight_shards import Shard, name_shards, write_kept
 from samecurve.inference import folders, loading
 from samecurve.models.packaged import PROCESSOR_FILES
-from samecurve.models.pretrained import Pretrained
+from samecurve.models.pretrained import Pretrained, constants
 from samecurve.models.weight_files import weight_files
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import storage_errors
@@ -40,10 +40,11 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
     partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
     rounding = ""
     try:
-        print(_merge(folder, base, partial, arguments.trust_remote_code))
+        text, exact = _merge(folder, base, partial, arguments.trust_remote_code)
+        print(text)
         if arguments.dtype != "fp32":  # after the check, which needs fp32
             with storage_errors(cast):
-                rounding = copy_as(partial, cast, getattr(torch, dtype)).text(arguments.dtype)
+                rounding = copy_as(partial, cast, getattr(torch, dtype), exact).text(arguments.dtype)
                 shutil.rmtree(partial)
                 cast.rename(partial)
             print(f"{rounding}, which the check above does not include" if rounding else "no weight was rounded")
@@ -58,8 +59,11 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
     return 0
 
 
-def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> str:
-    """Merge, read the result back and compare its logits. Returns a sentence that states the differences.
+def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> tuple[str, set[str]]:
+    """Merge, read the result back and compare its logits.
+
+    Returns:
+        A sentence that states the differences, and the names of what no training changes, such as a router's bias.
 
     Raises NumericError if the logits differ from those of the unmerged model by more than TOLERANCE times the largest.
     """
@@ -76,7 +80,7 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
     base_logits, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge refuses weights that are not finite.
     merged = adapted.merge_and_unload(safe_merge=True)
-    kept = Pretrained(merged, merged, base).kept("keep")
+    kept, exact = Pretrained(merged, merged, base).kept("keep"), constants(merged)
     settle_config(merged, merged.config, tokenizer, kept)
     generation = merged.generation_config if merged.can_generate() else None
     if generation is not None:
@@ -110,7 +114,7 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
     )
     if not difference <= limit:
         raise NumericError(f"the merged model differs from the adapted one and was deleted: {text}")
-    return text
+    return text, exact
 
 
 def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:

@@ -229,7 +229,8 @@ class Scorer(Predictor):
 
     @cached_property
     def encoder(self) -> Encoder:
-        return chat_encoder.encoder(self.tokenizer, self.schema, splits=False)
+        date = self.recipe.tokenizer.template_date if self.recipe else None
+        return chat_encoder.encoder(self.tokenizer, self.schema, date, splits=False)
 
     def encode(self, place: str, source: str | dict) -> EncodedText:
         if not isinstance(source, dict):

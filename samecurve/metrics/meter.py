@@ -72,6 +72,13 @@ class Meter:
 
     A step lasts from the previous call of `step` or `start` to this call of `step`. Call `start` after work that is not
     training (evaluation).
+
+    Args:
+        counts: what a step's `tokens` counts.
+        chunked: whether the output head leaves out the tokens that are not trained.
+        num_rows: of an epoch; None without epochs.
+        rates: of groups, by pattern, as a multiple of the schedule's.
+        trained_share: of the input tokens, those that the loss reads; None where `tokens` counts these.
     """
 
     def __init__(
@@ -83,13 +90,14 @@ class Meter:
         chunked: bool = False,
         num_rows: int | None = None,
         rates: Mapping[str, float] | None = None,
+        trained_share: float | None = None,
     ):
         self.machine = machine
         self.smoothed_loss: float | None = None
         self._flops = flops
         self._counts = counts
         self._chunked = chunked
-        self._num_rows, self._rates = num_rows, rates or {}
+        self._num_rows, self._rates, self._trained_share = num_rows, rates or {}, trained_share
         self._clock = clock
         self._average = self._weight = 0.0
         self._since = clock()
@@ -118,7 +126,10 @@ class Meter:
         num_rows = len(task.train) if has_epochs else None
         settings = recipe.optimizer
         rates = {g.pattern: g.learning_rate / settings.learning_rate for g in settings.groups if g.learning_rate}
-        return cls(flops, machine, counts=task.counts, chunked=chunked, num_rows=num_rows, rates=rates)
+        share = None if task.counts == "tokens" else task.train.trained_share
+        return cls(
+            flops, machine, counts=task.counts, chunked=chunked, num_rows=num_rows, rates=rates, trained_share=share
+        )
 
     @property
     def flops(self) -> dict:
@@ -170,6 +181,7 @@ class Meter:
             self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
             self.smoothed_loss = self._average / self._weight
         num_inputs = (num_inputs or result.tokens) if trained else 0  # without trained tokens nothing was computed
+        num_trained = result.tokens if self._trained_share is None else num_inputs * self._trained_share
         rate = (result.tokens if self._counts == "tokens" else num_inputs) / seconds
         return {
             "step": step,
@@ -184,12 +196,12 @@ class Meter:
             "epoch": samples / self._num_rows if self._num_rows else None,
             "step_seconds": seconds,
             "tokens_per_second": rate,
-            **self._utilisation(num_inputs, result.tokens, seconds * self.machine.num_devices),
+            **self._utilisation(num_inputs, num_trained, seconds * self.machine.num_devices),
             "peak_memory_gib": self.machine.peak_memory() / GIB,
             "data_wait_fraction": data_wait_seconds / seconds,
         }
 
-    def _utilisation(self, num_inputs: int, num_trained: int, device_seconds: float) -> dict[str, float | None]:
+    def _utilisation(self, num_inputs: int, num_trained: float, device_seconds: float) -> dict[str, float | None]:
         if self._flops is None:
             return {"tflops_per_device": None, "mfu": None, "hfu": None}
         left_out = (num_inputs - num_trained) * self._flops.head if self._chunked else 0.0

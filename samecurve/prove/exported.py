@@ -27,7 +27,7 @@ def export_problem(folder: Path, base: str, records: list[dict[str, Any]]) -> st
     is_adapter, model = (folder / "adapter_config.json").exists(), None
     if is_adapter:
         weights = load_file(folder / ADAPTER) if (folder / ADAPTER).exists() else {}
-        expected = {name.replace(".default.", "."): (name, values) for name, values in trained.items()}
+        expected = {_saved_name(name): (name, values) for name, values in trained.items()}
         if extra := sorted(weights.keys() - expected.keys()):
             return f"{len(extra)} tensors are not of the adapter, {extra[0]} the first: it holds what is not trained"
     else:
@@ -67,3 +67,14 @@ def _names(folder: Path) -> set[str]:
         with safe_open(path, "pt") as file:
             names |= {*file.keys()}
     return names
+
+
+def _saved_name(name: str) -> str:
+    """Return the name that peft's get_peft_model_state_dict gives to an adapter's weight (0.21)."""
+    for live, saved in (
+        (".modules_to_save.default.", "."),
+        ("lora_magnitude_vector.default.weight", "lora_magnitude_vector"),
+        (".default.", "."),
+    ):
+        name = name.replace(live, saved)
+    return name

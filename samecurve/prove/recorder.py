@@ -278,7 +278,8 @@ def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
                     row = row[start:stop][mask[index][start:stop].bool()]
                 elif isinstance(positions, Tensor) and positions.shape == leaf.shape:
                     row = row[start:stop]
-                digest = hashlib.blake2b(row.detach().cpu().contiguous().numpy().tobytes(), digest_size=6)
+                values = row.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # NumPy has no bfloat16
+                digest = hashlib.blake2b(values.numpy().tobytes(), digest_size=6)
                 parts.append(f"{name}:{digest.hexdigest()}")
             hashes.append(" ".join(parts))
     return hashes

@@ -65,6 +65,10 @@ class Verdict:
         return not self.reason and not self.findings
 
 
+# Two processes would not find a GPU each, and rounding on a GPU is not measured.
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_TORCH_DEVICE": "cpu"}
+
+
 class Processes:
     """Runs scripts, or a twin, in processes of their own; imports of libraries take time once.
 
@@ -76,7 +80,7 @@ class Processes:
 
     def __enter__(self) -> Processes:
         words = [sys.executable, "-m", "samecurve.prove.process", *self._modules]
-        self._starter = self._stack.enter_context(processes(words, subprocess.PIPE, 1, subprocess.PIPE))
+        self._starter = self._stack.enter_context(processes(words, subprocess.PIPE, 1, subprocess.PIPE, ON_CPU))
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -223,6 +223,7 @@ def _settings(
         "checkpoint.mirror": None,
         "evaluate.patience": None,
         "export.checkpoint": "last",
+        "export.enabled": True,
         "export.verify": "1B",
         "logging.trackers": [],
         "rehearse": False,

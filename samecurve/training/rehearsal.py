@@ -207,6 +207,7 @@ def run_stages(plan: Plan, ranks: Sequence[Mapping[str, str]] = (os.environ,)) -
         # the run's own plan, but with files elsewhere and no trackers
         changed = {"output_dir": str(folder), "logging": Logging(trackers=()), "profile": Profile(), "rehearse": False}
         changed |= {"checkpoint": plan.recipe.checkpoint.model_copy(update={"mirror": None})}
+        changed |= {"export": plan.recipe.export.model_copy(update={"checkpoint": "last"})}  # none is the best
         rehearsed = replace(plan, recipe=plan.recipe.model_copy(update=changed))
         code = _wait_for_processes(Assignment(rehearsed, folder.parent / "checkpoints"), ranks)
         if code == NOTHING_LEFT:

@@ -223,7 +223,8 @@ def test_a_process_has_its_share_of_the_cores_that_may_be_used(world_size, threa
 
 
 def test_a_short_job_has_a_short_warmup(recipe_file):
-    expected = ["seed=3", "precision=fp32", "schedule.warmup_steps=5", "schedule.decay_steps=null"]
+    expected = ["seed=3", "precision=fp32", "checkpoint.best=null", "evaluate.patience=null", "export.checkpoint=last"]
+    expected += ["schedule.warmup_steps=5", "schedule.decay_steps=null"]
     expected += ["evaluate.every_steps=0", "checkpoint.every_steps=0", "numerics.rollback_ratio=null"]
     expected += ["export.verify=off", "profile.steps=null", "steps=20"]
     assert jobs.shortened(recipe_file, ["seed=3"], 20, precision="fp32") == expected
@@ -241,6 +242,12 @@ def test_what_a_short_job_has_no_room_for_is_off(tmp_path):
     assert (short.numerics.rollback_ratio, short.profile.steps, short.schedule.decay_steps) == (None, None, 5)
     asked = loader.load_recipe(str(file), jobs.shortened(str(file), ["profile.steps=[3, 4]"], 20))
     assert asked.profile.steps == (3, 4)
+    best = ["evaluate={every_steps: 20, patience: 3}", "data.validation_fraction=0.1", "checkpoint.every_steps=20"]
+    best += ["checkpoint.best=eval_loss", "export.checkpoint=best"]
+    assert loader.load_recipe(str(file), best).export.checkpoint == "best"
+    file.write_text(file.read_text() + "evaluate: {patience: 3}\n")
+    short = loader.load_recipe(str(file), jobs.shortened(str(file), best, 20))
+    assert (short.checkpoint.best, short.evaluate.patience, short.export.checkpoint) == (None, None, "last")
 
 
 @pytest.mark.parametrize(("given", "steps"), [(["sede=3"], 20), ([], 0)])

@@ -283,6 +283,16 @@ def test_kept_tensors_and_constants_are_bit_for_bit(tmp_path):
         export(iter(weights(trained).items()), trained_and_skeleton("llama_tied")[1], clash, True)
 
 
+def test_what_is_no_weight_is_not_rounded(tmp_path):
+    (tmp_path / "in").mkdir()
+    tensors = {"weight": torch.tensor([0.1234567]), "bias": torch.tensor([0.1234567]), "count": torch.tensor([70000])}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    copy_as(tmp_path / "in", tmp_path / "out", torch.bfloat16, exact={"bias"})
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["weight"].dtype == torch.bfloat16
+    assert torch.equal(found["bias"], tensors["bias"]) and torch.equal(found["count"], tensors["count"])
+
+
 def test_rounding_by_hand(tmp_path):
     """1 + 2^-9 lies in the middle between two numbers of bf16, and becomes the even one, 1; 0 does not count."""
     save_file({"a": torch.tensor([0.0, 1.0, 1 + 2**-9])}, tmp_path / "in.safetensors")

@@ -7,17 +7,21 @@ import io
 import json
 import shlex
 import sys
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from chat_templates import tokenizer_of
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from samecurve.cli import commands
 from samecurve.data.tokenizer import BEGIN_OF_TEXT, BEGIN_OF_TURN, CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
 from samecurve.inference import chat
 from samecurve.inference.generation import GenerationOptions
-from samecurve.inference.generator import load_generator
+from samecurve.inference.generator import TextGenerator, load_generator, sample
 
 HELLO = ["\n", "h", "i", END_OF_TURN]
 
@@ -70,6 +74,30 @@ def test_raw_continues_the_text(polite, capsys):
     assert capsys.readouterr().out.endswith("[h]i\n")
     assert commands.main([*arguments, "--system", "be"]) == 2
     assert "gets the prompt as plain text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_text_begins_as_the_runs_documents_did(adds, polite, monkeypatch):
+    """Whether or not the tokenizer itself adds the token that begins a text; the empty prompt is this token alone."""
+    generator = load_generator(polite, raw=True)
+    one = generator.tokenizer
+    begin, ids = one.bos_token_id, one("hi", add_special_tokens=False)["input_ids"]
+    if adds:
+        marks = [(BEGIN_OF_TEXT, begin)]
+        one.backend_tokenizer.post_processor = TemplateProcessing(f"{BEGIN_OF_TEXT} $A", special_tokens=marks)
+    asked: list[list] = []
+    monkeypatch.setattr(
+        TextGenerator, "generate", lambda _, encoded, options: asked.append(encoded["input_ids"].tolist())
+    )
+    for recipe, expected in ((cast(Any, object()), [begin, *ids]), (None, [begin, *ids] if adds else ids)):
+        known = replace(generator, recipe=recipe)
+        for prompt, tokens in (("hi", expected), ("", [begin])):
+            with suppress(TypeError):  # the stand-in has no answer
+                sample(known, prompt, None, cast(Any, None), 1)
+            assert asked.pop() == [tokens]
+    rows = replace(generator, recipe=cast(Any, object())).encode(["hi", "h"], rendered=False)
+    assert rows["input_ids"].tolist() == [[begin, *ids], [one.pad_token_id, begin, ids[0]]]
+    assert rows["attention_mask"].tolist() == [[1, 1, 1], [0, 1, 1]]
 
 
 def test_another_head_is_refused(tmp_path, capsys):

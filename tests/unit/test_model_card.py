@@ -153,6 +153,7 @@ SERVED = {
     (16, False, False): "vllm serve org/base --enable-lora --lora-modules adapter=.",
     (40, False, False): "vllm serve org/base --enable-lora --max-lora-rank 64 --lora-modules adapter=.",
     (16, True, False): "# vLLM has no DoRA: merge the adapter first",
+    (8, False, False): "# vLLM has no modules_to_save: merge the adapter first",
     (16, False, True): "vllm serve .  # this folder",
 }
 
@@ -160,6 +161,7 @@ SERVED = {
 @pytest.mark.parametrize("rank, dora, merged", SERVED)
 def test_how_to_serve(run, rank, dora, merged):
     adapter = {"name": "lora", "rank": rank, "dora": dora, "path": "saves/sft"}
+    adapter |= {"modules_to_save": ["embed_tokens"] if rank == 8 else None}
     written(run, facts(recipe={"model": HUB, "adapter": adapter, "task": "sft"}))
     text = model_card(run, ExportInfo(merged=merged, rounding="rounding to bf16 changes x"))
     assert "| starts from | org/base with the adapter saves/sft |" in text

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +161,17 @@ def test_a_score_of_the_end_where_training_kept_it(folders, monkeypatch):
     left = scorer.encode("", "a" * 60)
     whole = made_tokenizer()(f"<user>is it?<assistant>{'a' * 60}<pad>", add_special_tokens=False)["input_ids"]
     assert (list(right.tokens), list(left.tokens)) == (whole[:40], whole[-40:]) and left.truncated
+
+
+def test_a_score_is_of_the_runs_own_day(folders, monkeypatch):
+    """Where a chat template writes today's date."""
+    given: list = []
+    scorer = predictor.load_predictor(folders["reward"], prompt="is it?")
+    recipe = SimpleNamespace(tokenizer=SimpleNamespace(template_date="2026-01-02"), data=Data(path="x"))
+    monkeypatch.setattr(predictor.chat_encoder, "encoder", lambda *words, **_: given.append(words[2]))
+    monkeypatch.setattr(scorer, "recipe", recipe)
+    _ = scorer.encoder
+    assert given == ["2026-01-02"]
 
 
 def test_vectors_and_their_table(folders, capsys, monkeypatch):

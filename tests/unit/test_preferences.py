@@ -158,6 +158,7 @@ def test_what_a_cut_leaves_nothing_to_compare_of_is_dropped_and_counted():
     assert rows[np.array([0])].inputs["input_ids"][0].tolist() == [[1, 2, 0, 0], [1, 2, 4, 0]]
     assert rows[np.array([0])].labels[0].tolist() == [[-100, 3, -100, -100], [-100, 4, 5, -100]]
     assert rows[np.array([1])].labels[0].tolist() == [[-100, 3, 4, 5], [-100, 9, -100, -100]]
+    assert rows.trained_share == 7 / 11 and rows.num_inputs(np.array([0, 1])) == 11
     assert rows.num_inputs(np.array([0, 1])) == 2 + 3 + 4 + 2
     long_prompt = AnswerRows(stream(*pairs, prompt=5), 4, 0)
     assert (len(long_prompt), long_prompt.num_dropped) == (0, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -18,7 +19,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from samecurve.prove.exported import export_problem
+from samecurve.prove import script
+from samecurve.prove.exported import _saved_name, export_problem
 from samecurve.prove.judge import (
     Differences,
     Run,
@@ -53,6 +55,8 @@ def test_padding_does_not_change_a_row():
     assert rows_of((), choices[0]) == rows_of((), choices[1])[:1]
     assert rows_of((), {**short, "labels": torch.tensor([[5, -100]])}) != rows_of((), short)
     assert rows_of((torch.ones(3, 2),), {}) == rows_of((torch.ones(1, 2),), {}) * 3
+    halves = torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(1, 2, dtype=torch.bfloat16)  # NumPy has no such numbers
+    assert rows_of(halves[:1], {}) == rows_of(halves[1:], {}) * 3 != rows_of((torch.ones(3, 2),), {})
 
 
 def test_padding_of_answers_does_not_change_a_row():
@@ -210,6 +214,24 @@ def test_an_export_without_weights_is_named(tmp_path):
     """As Trainer leaves a checkpoint under ZeRO-3 without stage3_gather_16bit_weights_on_save."""
     LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
     assert "no file named model.safetensors" in export_problem(tmp_path, "", [{"weights": {}, "end": {}, "masks": []}])
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_an_adapters_weights_have_the_names_that_peft_saves(options):
+    import peft
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = peft.LoraConfig(target_modules=["q_proj"], **options)
+    model = peft.get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)), config)
+    trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == peft.get_peft_model_state_dict(model).keys()
+
+
+def test_a_script_sees_no_gpu(monkeypatch):
+    started: list[dict] = []
+    monkeypatch.setattr(script, "processes", lambda *words: started.append(words[-1]) or nullcontext(SimpleNamespace()))
+    with script.Processes():
+        assert started == [{"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_TORCH_DEVICE": "cpu"}]
 
 
 HEADS = [

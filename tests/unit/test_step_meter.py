@@ -95,6 +95,16 @@ def test_a_chunked_head_works_for_trained_tokens_alone():
     assert (record["mfu"], record["hfu"]) == pytest.approx((0.525, 0.725))
 
 
+def test_a_chunked_head_of_pairs_works_for_their_answers():
+    """The same work, of which a step counts 2 pairs: a quarter of their tokens is trained."""
+    clock = Clock()
+    machine = Machine(num_devices=4, peak=PEAK, peak_memory=lambda: 0)
+    measured = Meter(TokenFlops(6e9, 8e9, head=1e9), machine, clock, "pairs", chunked=True, trained_share=0.25)
+    clock.now += 2.0
+    record = measured.step(3, result(tokens=2), 1e-3, 48, 0.5, num_inputs=800)
+    assert (record["mfu"], record["hfu"]) == pytest.approx((0.525, 0.725))
+
+
 def test_a_resumed_run_measures_its_own_seconds():
     """Going on from a checkpoint brings the smoothed loss along, and neither time nor work of the earlier session."""
     first = meter(clock := Clock())

@@ -72,6 +72,7 @@ class Rows(ABC):
 
     sizes: np.ndarray
     targets_are_tokens = True  # whether num_targets counts tokens
+    trained_share = 1.0  # of the input tokens, those that the loss reads; 1 where rows have no such tokens
 
     def __init__(self, stream: TokenStream, sequence_length: int, padding_token: int):
         """padding_token: any token id. Its labels are IGNORE_INDEX, and no trained token attends to it."""

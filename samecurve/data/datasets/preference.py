@@ -45,6 +45,7 @@ class PairRows(TruncatedRows):
         self.num_dropped = int((~kept).sum())
         self._starts, self._sizes = starts[kept], cut[kept] - self.ahead
         self.sizes = self._sizes.max(axis=1, initial=0)
+        self.trained_share = float(num_trained[kept].sum() / max(1, self._sizes.sum()))
 
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self._sizes[indices].sum())
@@ -106,7 +107,8 @@ class JudgedRows(TruncatedRows):
         prompts = np.minimum(trained[np.searchsorted(trained, starts)], stops) - starts
         skipped, kept = (counts[:, 0] for counts in self._truncate((stops - starts)[:, None]))
         firsts = np.minimum(starts + skipped + 1, stops)  # the first token of a sequence cannot be a target
-        is_kept = range_sums(stream.trained, firsts, np.maximum(firsts, starts + skipped + kept)) > 0
+        num_trained = range_sums(stream.trained, firsts, np.maximum(firsts, starts + skipped + kept))
+        is_kept = num_trained > 0
         self.num_dropped = int((~is_kept).sum())
         self.is_good = np.asarray(stream.labels)[is_kept] > 0
         starts, stops, prompts = starts[is_kept], stops[is_kept], prompts[is_kept]
@@ -116,6 +118,8 @@ class JudgedRows(TruncatedRows):
         self._skipped, kept = truncate(lengths, self.limit, "right" if truncation == "drop" else truncation)
         self._starts, self._prompts, self._answers, self._sizes = starts, prompts, answers, kept - self.ahead
         self.sizes = self._sizes.max(axis=1, initial=0)
+        # each answer is read twice: after its own prompt and after another one
+        self.trained_share = float(2 * num_trained[is_kept].sum() / max(1, self._sizes.sum()))
 
     def num_inputs(self, indices: np.ndarray) -> int:
         return int(self._sizes[indices].sum())
