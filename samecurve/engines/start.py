@@ -89,7 +89,8 @@ def build_accelerator(plan: Plan) -> Accelerator:
         )
     fp8.check_device(recipe.fp8, accelerator.device)
     liger.check_device(recipe, accelerator.device)
-    cudnn.configure(recipe, accelerator.device)
+    chunks = 2 * strategy.dims.cp if strategy.context_parallel == "allgather" else 0
+    cudnn.configure(recipe, accelerator.device, chunks=chunks)
     return accelerator
 
 

@@ -21,6 +21,7 @@ from torch.utils._triton import has_triton
 
 from samecurve.models import bf16_copies, fp8, liger
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers
+from samecurve.specs.environment import has_python_headers
 from samecurve.specs.precision import COMPILED
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ def uncompiled(recipe: Recipe) -> AbstractContextManager:
 
 
 def has_triton_compiler(device: torch.device, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch.compile can make kernels for this GPU: Triton is installed, and so is a C compiler for it."""
-    if device.type != "cuda" or not has_triton():
+    """Whether torch.compile can make kernels for this GPU: Triton is there, with a C compiler and Python's headers."""
+    if device.type != "cuda" or not has_triton() or not has_python_headers():
         return False
     names = shlex.split(environ.get("CC", ""))[:1] or ("gcc", "clang")
     return any(shutil.which(name, path=environ.get("PATH", os.defpath)) for name in names)

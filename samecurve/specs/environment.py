@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import shlex
+import sysconfig
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -43,6 +44,12 @@ def shipped_file(path: str) -> str:
     """Return the path; for a file that only the installed samecurve has, such as recipes/lora.yaml, its path there."""
     inside = ROOT / path
     return str(inside) if path.startswith(SHIPPED) and not os.path.lexists(path) and inside.is_file() else path
+
+
+def has_python_headers() -> bool:
+    """Whether Python.h is there, which Triton builds its launchers with (triton/runtime/build.py has the scheme)."""
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    return Path(sysconfig.get_paths(scheme)["include"], "Python.h").is_file()
 
 
 def processor(about: Path = Path("/proc/cpuinfo")) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.config.hub_access import use_cache_without_hub
 from samecurve.errors import ConfigurationError, SamecurveError, StorageError
-from samecurve.specs.environment import version
+from samecurve.specs.environment import has_python_headers, version
 from samecurve.specs.precision import COMPILED
 from samecurve.strategy import build_supervisor, op_build_locks
 from samecurve.strategy.resolve import resolve_plan
@@ -206,8 +206,11 @@ def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, s
     # g++ is the default of PyTorch's Inductor on Linux (cpp.cxx in torch/_inductor/config.py)
     variable, usual, language = ("CC", ("gcc", "clang"), "C") if accelerator else ("CXX", ("g++",), "C++")
     names = shlex.split(environ.get(variable, ""))[:1] or usual
+    lacks = f"needs a {language} compiler, but {names[0]!r} is not on PATH: apt-get install {usual[0]}"
     if any(shutil.which(name, path=environ.get("PATH", os.defpath)) for name in names):
-        return
+        if not accelerator or has_python_headers():
+            return
+        lacks = "needs Python's headers, but Python.h is not there: apt-get install python3-dev"
     asked = [("compile", recipe.compile, "off")] if recipe.compile in COMPILED else []
     ligers = (
         ("model.kernels", recipe.model.kernels, "torch"),
@@ -215,10 +218,7 @@ def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, s
     )
     asked += [entry for entry in ligers if accelerator and entry[1] == "liger"]  # refused elsewhere
     for key, value, instead in asked:
-        yield (
-            f"{key}: {value} needs a {language} compiler, but {names[0]!r} is not on PATH: apt-get install {usual[0]}, "
-            f"or {key}={instead}"
-        )
+        yield f"{key}: {value} {lacks}, or {key}={instead}"
 
 
 def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> bool:
@@ -293,9 +293,9 @@ def links_libaio(compiler: list[str], environ: Mapping[str, str]) -> bool:
 
 
 def _cuda_toolkit(environ: Mapping[str, str], search: str) -> bool:
-    """Whether the CUDA toolkit is where torch.utils.cpp_extension looks for it."""
+    """Whether the CUDA toolkit is where torch.utils.cpp_extension looks for it, with its compiler."""
     named = environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return Path(named).is_dir() or shutil.which("nvcc", path=search) is not None
+    return Path(named, "bin", "nvcc").is_file() or shutil.which("nvcc", path=search) is not None
 
 
 def existing_parent(path: Path) -> Path:

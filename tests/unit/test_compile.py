@@ -42,16 +42,18 @@ def test_full_keeps_the_causal_kernel_for_rows_of_one_document(num_documents, mo
 
 
 @pytest.mark.parametrize(
-    ("device", "triton", "found", "compiles"),
+    ("device", "triton", "found", "headers", "compiles"),
     [
-        ("cuda", True, "gcc", True),
-        ("cuda", False, "gcc", False),
-        ("cuda", True, None, False),
-        ("cpu", True, "gcc", False),
+        ("cuda", True, "gcc", True, True),
+        ("cuda", False, "gcc", True, False),
+        ("cuda", True, None, True, False),
+        ("cuda", True, "gcc", False, False),  # Debian without python3-dev
+        ("cpu", True, "gcc", True, False),
     ],
 )
-def test_the_loss_is_compiled_where_a_gpu_has_a_compiler(device, triton, found, compiles, monkeypatch):
+def test_the_loss_is_compiled_where_a_gpu_has_a_compiler(device, triton, found, headers, compiles, monkeypatch):
     monkeypatch.setattr(compilation, "has_triton", lambda: triton)
+    monkeypatch.setattr(compilation, "has_python_headers", lambda: headers)
     monkeypatch.setattr(compilation.shutil, "which", lambda name, path: found)
     given = []
     monkeypatch.setattr(loss_implementation, "head_implementation", lambda *args: "chunked")
@@ -77,7 +79,8 @@ def test_the_loss_is_compiled_where_a_gpu_has_a_compiler(device, triton, found, 
         ("full", False, False, "g++", []),
     ],
 )
-def test_a_compiler_is_needed_and_on_a_gpu_it_is_tritons(kind, liger, accelerator, tools, found, tmp_path):
+def test_a_compiler_is_needed_and_on_a_gpu_it_is_tritons(kind, liger, accelerator, tools, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "has_python_headers", lambda: True)
     for tool in tools.split():
         (tmp_path / tool).touch(mode=0o755)
     kernels, loss = ("liger", "liger") if liger else ("torch", "auto")
@@ -87,6 +90,10 @@ def test_a_compiler_is_needed_and_on_a_gpu_it_is_tritons(kind, liger, accelerato
     problems = list(preflight.compiler_problems(recipe, accelerator, {"PATH": str(tmp_path)}))
     assert [problem.startswith(text) for problem, text in zip(problems, found, strict=True)] == [True] * len(found)
     assert all(f"apt-get install {'gcc' if accelerator else 'g++'}," in text for text in problems)
+    monkeypatch.setattr(preflight, "has_python_headers", lambda: False)
+    if accelerator and tools and kind == "regional":
+        problems = list(preflight.compiler_problems(recipe, accelerator, {"PATH": str(tmp_path)}))
+        assert "compile: regional needs Python's headers" in problems[0] or tools == "g++"
 
 
 def graphs(num_layers: int, kind: str) -> int:

@@ -40,6 +40,23 @@ def test_lengths_of_nan_gradients_get_other_kernels(length, capability, stays, e
     assert cudnn.describe(GPU) == ("on" if stays else "off")
 
 
+@pytest.mark.parametrize(
+    ("length", "chunks", "grouped", "stays"),
+    [
+        (1024, 4, False, True),
+        (768, 4, False, False),
+        (1024, 8, False, True),
+        (512, 8, False, False),
+        (1024, 4, True, False),
+    ],
+)
+def test_chunks_of_gathered_keys_have_masks_of_their_own(length, chunks, grouped, stays, enabled, monkeypatch):
+    """768 tokens are 4 chunks of 192: the first one has 192 keys, which is 64 modulo 128."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cudnn.configure(recipe(length, grouped), GPU, {}, chunks)
+    assert enabled() == stays
+
+
 def test_a_cpu_is_left_alone(enabled):
     environ = {}
     cudnn.configure(recipe(704, grouped=True), CPU, environ)

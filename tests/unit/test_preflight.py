@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
@@ -17,6 +18,7 @@ import pytest
 from samecurve.config import loader
 from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError, StorageError
+from samecurve.specs import environment
 from samecurve.strategy import preflight
 from samecurve.strategy.plan import Strategy
 
@@ -202,6 +204,22 @@ def test_trial_build_agrees_with_the_header(tmp_path):
     assert not preflight.links_libaio(["c++"], {**os.environ, "CPATH": str(tmp_path)})
     if Path("/usr/include/libaio.h").exists():
         assert preflight.links_libaio(["c++"], os.environ)
+
+
+def test_a_toolkit_is_its_compiler(tmp_path):
+    """An image for running programs has the folder without nvcc."""
+    folders = {"CUDA_HOME": str(tmp_path)}
+    assert not preflight._cuda_toolkit(folders, "")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch(mode=0o755)
+    assert preflight._cuda_toolkit(folders, "")
+
+
+def test_headers_are_where_python_was_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert not environment.has_python_headers()
+    (tmp_path / "Python.h").touch()
+    assert environment.has_python_headers()
 
 
 def test_preflight_does_not_load_torch():
