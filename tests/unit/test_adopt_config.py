@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from samecurve.cli import commands
 from samecurve.config import loader
 from samecurve.config.schema import Dpo, Recipe
-from samecurve.config.trainers import arguments, axolotl, files
+from samecurve.config.trainers import arguments, axolotl, files, llama_factory
 from samecurve.config.trainers.translation import NoEqual, translate
 from samecurve.optim.schedule import learning_rate
 from samecurve.specs.environment import ROOT, train_script
@@ -251,8 +251,108 @@ def test_of_a_script_of_ms_swift(folder, capsys):
     assert "--strategy zero2 --num_processes 2" in printed
 
 
+def test_defaults_of_ms_swift(folder, capsys):
+    """Also by the name that tuner_type had before version 4; 3 rows are reached in ceil(16 / 3) micro-batches."""
+    text = "swift sft --train_type lora --model base --dataset rows.jsonl --per_device_train_batch_size 3"
+    recipe, printed = adopted(text, "a.sh", capsys)
+    assert (recipe.adapter.rank, recipe.adapter.dropout, recipe.precision) == (8, 0.05, "bf16")
+    assert (recipe.batch.global_batch_size, recipe.data.truncation) == (18, "drop")
+    assert "NO EQUAL, the training differs: max_length" in printed
+
+
+def test_processes_of_all_machines(folder, capsys):
+    where = "--nnodes 2 --node_rank 0 --master_port 29500"
+    text = f"torchrun {where} --nproc_per_node 8 sft.py {OF_TRL} --per_device_train_batch_size 2"
+    recipe, printed = adopted(text, "a.sh", capsys)
+    assert recipe.batch.global_batch_size == 32 and "NO EQUAL" not in printed
+    Path("recipe.yaml").unlink()
+    text = f"NNODES=2 NPROC_PER_NODE=4 swift sft {OF_SWIFT} --per_device_train_batch_size 2"
+    assert adopted(text, "b.sh", capsys)[0].batch.global_batch_size == 16
+
+
+def test_defaults_of_axolotl(folder, capsys):
+    text = AXOLOTL.replace("sequence_len: ", "# ")
+    for key in ("warmup_steps", "warmup_ratio"):
+        text = text.replace(f"{key}: ", "# ")
+    recipe, _ = adopted(text, "a.yaml", capsys)
+    assert (recipe.batch.sequence_length, recipe.schedule.warmup_ratio, recipe.data.truncation) == (512, 0.03, "drop")
+    Path("recipe.yaml").unlink()
+    recipe, _ = adopted(f"{text}\nmax_steps: 200\n", "b.yaml", capsys)
+    assert (recipe.steps, recipe.warmup_steps) == (200, 6)
+
+
+def test_linear_layers_of_axolotl_that_are_off_are_those_that_are_named(folder, capsys):
+    named = "lora_target_modules: [q_proj]\nlora_target_linear: false\n"
+    text = "\n".join(line for line in AXOLOTL.splitlines() if not line.startswith("lora_target")) + f"\n{named}"
+    assert adopted(text, "a.yaml", capsys)[0].adapter.target_modules == ("q_proj",)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"split": "train[:20%]"}, "datasets.split train[:20%]"),
+        ({"split": "train[5000:]"}, "datasets.split train[5000:]"),
+        ({"shards": 10}, "datasets.shards"),
+        ({"roles_to_train": ["tool"]}, "datasets.roles_to_train"),
+        ({"type": {"field_instruction": "a"}}, "datasets.type"),
+        ({"split": "train[:20]", "ds_type": "json", "shards": None}, ""),
+    ],
+)
+def test_what_axolotl_takes_of_a_data_set_is_told(entry, said):
+    found = axolotl.data_sets([{"path": "a", **entry}], {})
+    assert [name for name, value in found.items() if isinstance(value, NoEqual)] == [said] * bool(said)
+    assert found["data.path"] == "a"
+
+
+def test_a_part_of_a_value_without_an_equal_is_told():
+    given = {"base_model": "x", "datasets": [{"path": "a", "split": "train[:20%]"}]}
+    made = translate(axolotl.TRAINER, given)
+    assert made.values["data.path"] == "a" and "datasets.split train[:20%]" in made.no_equal
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optim": "adafactor"}, "optim adafactor"),
+        ({"optim": "sgd"}, "optim sgd"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "lr_scheduler_kwargs.decay_type"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"decay_type": "linear"}}, ""),
+        ({"optim": "adamw_torch"}, ""),
+    ],
+)
+def test_what_has_another_meaning_here_is_told(given, said):
+    made = translate(files.TRAINERS["trl"], {"model_name_or_path": "x", **given})
+    assert [*made.no_equal] == [said] * bool(said)
+
+
+def test_the_rate_of_a_process_reward_model_is_trls():
+    assert translate(files.TRAINERS["trl"], {"method": "prm"}).values["optimizer.learning_rate"] == 1e-5
+
+
+PROMPTS = ("data.prompt_column", "data.completion_column")
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"prompt": "question", "chosen": "good", "rejected": "bad"}, {"data.prompt_column": "question"}),
+        (
+            {"prompt": "input", "response": "output"},
+            {"data.prompt_column": "input", "data.completion_column": "output"},
+        ),
+        ({"prompt": "instruction", "response": "output"}, {}),
+        ({"prompt": "content"}, {"data.text_column": "content"}),
+    ],
+)
+def test_renamed_columns_of_llama_factory(columns, expected):
+    found = llama_factory.source({"file_name": "a.json", "columns": columns}, Path())
+    assert {key: value for key, value in found.items() if key in ("data.text_column", *PROMPTS)} == expected
+
+
 KTO = {"loss": "kto", "desirable_weight": 1.5}
+SIMPO = {"loss": "simpo", "gamma": 1.0, "beta": 2.0}  # ms-swift's defaults
 OF_TRL = "--model_name_or_path base --dataset_name rows.jsonl"
+OF_SWIFT = "--model base --dataset rows.jsonl --max_length 64"
 OF_FACTORY = "\nmodel_name_or_path: base\ndataset: mine\ndataset_dir: .\ntemplate: qwen"
 OF_AXOLOTL = "\nbase_model: base\nsequence_len: 64\ndatasets: [{path: rows.jsonl, type: chat_template}]"
 
@@ -264,7 +364,12 @@ OF_AXOLOTL = "\nbase_model: base\nsequence_len: 64\ndatasets: [{path: rows.jsonl
         ("a.sh", f"trl cpo --loss_type simpo --cpo_alpha 0 {OF_TRL}", {"loss": "simpo", "gamma": 0.5}),
         ("a.sh", f"trl dpo --loss_type ipo {OF_TRL}", {"loss": "ipo"}),
         ("a.sh", f"trl kto --desirable_weight 1.5 {OF_TRL}", KTO),
-        ("a.sh", "swift rlhf --rlhf_type kto --desirable_weight 1.5 --model base --dataset rows.jsonl", KTO),
+        ("a.sh", f"swift rlhf --rlhf_type kto --desirable_weight 1.5 {OF_SWIFT}", KTO),
+        (
+            "a.sh",
+            f"swift rlhf --rlhf_type simpo --cpo_alpha 0 {OF_SWIFT}",
+            {"loss": "simpo", "gamma": 1.0, "beta": 2.0},
+        ),
         ("a.yaml", f"stage: kto\nkto_chosen_weight: 1.5{OF_FACTORY}", KTO),
         ("a.yaml", f"stage: dpo\npref_loss: simpo{OF_FACTORY}", {"loss": "simpo", "gamma": 0.5}),
         ("a.yaml", f"rl: kto\nkto_desirable_weight: 1.5{OF_AXOLOTL}", KTO),

@@ -23,6 +23,10 @@ DEFAULTS = {
 LENGTH = NoEffect("max_steps counts")
 NO_WARMUP = NoEffect("a constant rate has no warm-up; constant_with_warmup has")
 OPTIMIZERS = {"adamw": "adamw", "adafactor": "adafactor", "sgd": "sgd", "lion": "lion", "muon": "muon"}
+UNLIKE = {
+    "adafactor": "optimizer.name: adafactor, whose learning rate is relative to the size of the weights",
+    "sgd": "optimizer.name: sgd, which has momentum (optimizer.momentum)",
+}
 SCHEDULES = {
     "linear": ("linear", 0.0),
     "cosine": ("cosine", 0.0),
@@ -68,7 +72,11 @@ def schedule(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     if least is not None:
         rate = options.get("min_lr", 0) / number(settings.get("learning_rate") or 1)
         values["schedule.min_lr_ratio"] = number(options.get("min_lr_rate", options.get("min_lr_ratio", rate)))
-    return values | ({"schedule.decay_steps": int(options.get("num_decay_steps", 0))} if name == "wsd" else {})
+    if name == "wsd":
+        values["schedule.decay_steps"] = int(options.get("num_decay_steps", 0))
+        if options.get("decay_type", "cosine") != "linear":
+            values["lr_scheduler_kwargs.decay_type"] = NoEqual("schedule.name: wsd, whose decay is linear")
+    return values
 
 
 def _has_no_warmup(settings: Settings) -> bool:
@@ -98,7 +106,8 @@ def optimizer(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
         return {"optimizer.name": "adamw_8bit"}
     kind, _, rest = name.partition("_")
     if kind in OPTIMIZERS and not ({*rest.split("_")} & {"8bit", "4bit", "fp8", "anyprecision", "mini"}):
-        return {"optimizer.name": OPTIMIZERS[kind]}
+        unlike = {f"optim {kind}": NoEqual(UNLIKE[kind])} if kind in UNLIKE else {}
+        return {"optimizer.name": OPTIMIZERS[kind], **unlike}
     return NoEqual(f"optimizer.name: adamw, or the import path of {value}'s class")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from samecurve.config.trainers import arguments
-from samecurve.config.trainers.translation import NoEffect, NoEqual, Rule, Settings, Trainer
+from samecurve.config.trainers.translation import OFF, NoEffect, NoEqual, Rule, Settings, Trainer
 from samecurve.errors import ConfigurationError
 
 PREFERENCES = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
@@ -28,12 +29,17 @@ def task(settings: Settings) -> str:
 
 def defaults(settings: Settings) -> dict[str, Any]:
     given = {"lr_scheduler": "cosine", "weight_decay": 0.0, "sample_packing": False, "train_on_inputs": False}
-    given |= {"seed": 42, "warmup_steps": 0, "adam_beta2": 0.999, "gradient_accumulation_steps": 1}
+    given |= {"seed": 42, "adam_beta2": 0.999, "gradient_accumulation_steps": 1, "sequence_len": 512}
+    # 3 % of the steps, but not more than 100 (core/builders/base.py); epochs have no number of steps yet
+    steps = int(settings.get("max_steps") or 0)
+    warmup = {"warmup_steps": min(int(0.03 * steps), 100)} if steps > 0 else {"warmup_ratio": 0.03}
+    given |= {} if {"warmup_steps", "warmup_ratio"} & settings.keys() else warmup
+    given |= {"excess_length_strategy": "drop"} if task(settings) in ("sft", "dpo") else {}
     given |= {} if "max_steps" in settings else {"num_epochs": 1.0}
     given |= {} if {"bf16", "bfloat16", "fp16", "float16"} & settings.keys() else {"fp32": True}
     if task(settings) != "sft":
         del given["train_on_inputs"]
-    return {key: value for key, value in given.items() if key != "warmup_steps" or "warmup_ratio" not in settings}
+    return given
 
 
 def adapted(value: Any, settings: Settings) -> dict[str, Any] | NoEffect | NoEqual:
@@ -55,15 +61,15 @@ def data_sets(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     entries = value if isinstance(value, list) else [value]
     entries = [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
     parts = [source(entry) for entry in entries if isinstance(entry, dict)]
+    unlike = {f"datasets.{name}": near for entry in entries if isinstance(entry, dict) for name, near in lost(entry)}
     if settings.get("rl") and parts and "data.messages_column" in parts[0]:
         parts[0]["data.prompt_column"] = parts[0].pop("data.messages_column")
-    unlike: dict[str, Any] = {}
     # its alpaca is text without a template, which data.chat says of all data
     alpaca = [isinstance(entry, dict) and entry.get("type") == "alpaca" for entry in entries]
     if any(alpaca) and task(settings) == "sft":
         if not all(alpaca):
             return NoEqual("one run with type alpaca, text without a chat template, and one with the others")
-        unlike = {"data.chat": False}
+        unlike["data.chat"] = False
         parts = [part | {"data.format": "alpaca-axolotl"} for part in parts]
     if len(parts) == 1:
         return parts[0] | unlike
@@ -73,6 +79,24 @@ def data_sets(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     keys |= {f"data.{name}_column": f"{name}_column" for name in ("text", "messages")} | {"data.format": "format"}
     mixture = [{keys[key]: part[key] for key in part if key in keys} | {"weight": 1.0} for part in parts]
     return {"data.mixture": mixture} | unlike
+
+
+READ = ("path", "data_files", "split", "name", "type", "field", "field_messages", "field_chosen", "field_rejected")
+# how a file is opened, and names of what is recognized by its form
+OPENED = ("ds_type", "chat_template", "conversation", "roles", "field_human", "field_model", "message_field_role")
+OPENED += ("message_field_content", "message_property_mappings", "trust_remote_code", "preprocess_shards")
+
+
+def lost(entry: dict[str, Any]) -> Iterator[tuple[str, NoEqual]]:
+    """Yield what an entry says of its rows and no recipe does."""
+    _, _, part = str(entry.get("split") or "").partition("[")
+    if part and not (part.startswith(":") and part[1:-1].isdecimal()):
+        yield f"split {entry['split']}", NoEqual("data.max_samples, the number of the first rows")
+    if isinstance(entry.get("type"), dict):
+        yield "type", NoEqual("rows with a prompt and a completion")
+    for name, value in entry.items():
+        if name not in (*READ, *OPENED) and value not in OFF:
+            yield name, NoEqual("rows that are prepared so before; data.* has no such key")
 
 
 def source(entry: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +202,11 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "lora_r": of_adapter("adapter.rank", int),
     "lora_alpha": of_adapter("adapter.alpha", int),
     "lora_dropout": of_adapter("adapter.dropout", float),
-    "lora_target_linear": of_adapter("adapter.target_modules", lambda value: "all-linear"),
+    "lora_target_linear": lambda value, settings: (
+        {"adapter.target_modules": "all-linear"}
+        if arguments.flag(value) and settings.get("adapter")
+        else NoEffect("off")
+    ),
     "lora_target_modules": lambda value, settings: (
         NoEffect("lora_target_linear counts")
         if settings.get("lora_target_linear") or not value
@@ -200,6 +228,9 @@ RULES: dict[str, Rule] = arguments.RULES | {
         else NoEffect("off")
     ),
     "sequence_len": lambda value, _: {"batch.sequence_length": int(value)},
+    "excess_length_strategy": lambda value, _: {
+        "data.truncation": {"drop": "drop", "truncate": "right", "raise": "error"}[value]
+    },
     "max_packed_sequence_len": NoEffect("batch.sequence_length"),
     "sample_packing": lambda value, _: {"data.packing": arguments.flag(value)},
     "micro_batch_size": arguments.global_batch,

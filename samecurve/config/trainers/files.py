@@ -23,6 +23,17 @@ MARKS = {
 }
 MARKS |= {"ms-swift": {"tuner_type", "train_type", "rlhf_type"}, "trl": {"model_name_or_path"}}
 _COMMANDS = {"llamafactory-cli": "llama-factory", "axolotl": "axolotl", "swift": "ms-swift", "trl": "trl"}
+# torchrun's options: where a run is started
+_MACHINES = (
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "standalone",
+)
 _METHODS = ("sft", "dpo", "orpo", "cpo", "kto", "grpo", "rloo", "gkd", "ppo", "prm", "reward")
 _STRATEGIES = {
     "fsdp1": "fsdp",
@@ -100,15 +111,17 @@ def _command(path: Path, text: str) -> tuple[str | None, dict[str, Any]]:
             continue
         match = scripts[words[at]]
         trainer = "trl" if match else _COMMANDS[Path(words[at]).name]
-        given = _options(words[:at]) | _options(words[at + 1 :])
-        settings = dict(given)
+        started = _options(words[:at])
+        given = started | _options(words[at + 1 :])
+        settings = {name: value for name, value in given.items() if name not in _MACHINES or name not in started}
         if strategy := settings.pop("config_file", None):
             settings["accelerate_config"] = strategy
         environment = dict(word.split("=", 1) for word in words[:at] if re.match(r"[A-Z_]+=", word))
+        # torchrun counts the processes of each machine, accelerate those of all
         count = settings.pop("nproc_per_node", None) or environment.get("NPROC_PER_NODE")
-        count = count or settings.get("num_processes")
-        if count and str(count).isdecimal():
-            settings["num_processes"] = int(count)
+        if str(count).isdecimal():
+            machines = str(started.get("nnodes") or environment.get("NNODES") or 1)
+            settings["num_processes"] = int(str(count)) * (int(machines) if machines.isdecimal() else 1)
         if trainer in ("trl", "ms-swift"):
             settings["method"] = match[1] if match else words[at + 1]
         files = [given.get("config"), *(word for word in words[at + 1 :] if word.endswith((".yaml", ".yml")))]

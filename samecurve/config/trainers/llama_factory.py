@@ -83,10 +83,12 @@ def source(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     values |= {COLUMNS[name]: column for name, column in columns.items() if name in COLUMNS and column != name}
     # of alpaca's columns the usual names are recognized; a plain text has one
     own = {name: column for name, column in columns.items() if name in ALPACA and column != ALPACA[name]}
-    if own.keys() == {"prompt"}:
+    if "prompt" in own and not columns.keys() & {"response", "messages", "chosen", "rejected"}:
         values["data.text_column"] = own["prompt"]
-    elif own.keys() >= {"prompt", "response"}:
-        values |= {"data.prompt_column": own["prompt"], "data.completion_column": own["response"]}
+    elif own.keys() & {"prompt", "response"}:
+        answered = {name: columns.get(name, ALPACA[name]) for name in ("prompt", "response")}
+        values["data.prompt_column"] = answered["prompt"]
+        values |= {"data.completion_column": answered["response"]} if "response" in columns else {}
     return values
 
 

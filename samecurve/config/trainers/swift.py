@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from samecurve.config.trainers import arguments, trl
@@ -46,7 +47,13 @@ def defaults(settings: Settings) -> dict[str, Any]:
     rows, processes = settings.get("per_device_train_batch_size", 1), settings.get("num_processes", 1)
     given = {"per_device_train_batch_size": 1, "num_train_epochs": 3, "lr_scheduler_type": "cosine", "seed": 42}
     given |= {"learning_rate": 1e-4 if lora(settings) else 1e-5, "warmup_ratio": 0.05, "adam_beta2": 0.95}
-    given |= {"gradient_accumulation_steps": max(1, round(16 / (int(rows) * int(processes)))), "weight_decay": 0.1}
+    given |= {"gradient_accumulation_steps": math.ceil(16 / (int(rows) * int(processes))), "weight_decay": 0.1}
+    # as the configs of nearly all models of today have it, which it reads
+    given |= {} if {"bf16", "fp16"} & settings.keys() else {"torch_dtype": "bfloat16"}
+    given |= {"max_length": "the model's longest"}
+    given |= {"truncation_strategy": "delete"} if task(settings) in ("sft", "dpo", "distill") else {}
+    if settings.get("rlhf_type") == "simpo":
+        given |= {"beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 1.0}
     given |= {"gradient_checkpointing": True, "save_steps": 500, "logging_steps": 5}
     given |= {"packing": False} if task(settings) in ("sft", "continue_pretrain") else {}
     given |= {"loss_scale": "default"} if task(settings) == "sft" else {}
@@ -57,7 +64,9 @@ def defaults(settings: Settings) -> dict[str, Any]:
         "lora_dropout": 0.05,
         "target_modules": "all-linear",
     }
-    return given | (adapted if lora(settings) and "train_type" not in settings else {})
+    if "train_type" in settings:  # the name of tuner_type before version 4
+        del adapted["tuner_type"]
+    return given | (adapted if lora(settings) else {})
 
 
 def adapter(key: str, kind: Any) -> Any:
@@ -122,7 +131,11 @@ RULES: dict[str, Rule] = arguments.RULES | {
     ),
     "eval_steps": evaluation,
     "eval_strategy": evaluation,
-    "max_length": lambda value, _: {"batch.sequence_length": int(value)},
+    "max_length": lambda value, _: (
+        {"batch.sequence_length": int(value)}
+        if str(value).isdecimal()
+        else NoEqual("batch.sequence_length, 1024 where nothing is said")
+    ),
     "truncation_strategy": lambda value, _: (
         {"data.truncation": {"delete": "drop", "left": "left", "right": "right", "raise": "error"}[value]}
         if value in ("delete", "left", "right", "raise")
@@ -163,6 +176,10 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "loss_type": lambda value, settings: (
         trl.loss(value, settings) if task(settings) == "dpo" else NoEqual("the usual loss of the task")
     ),
+    "simpo_gamma": lambda value, settings: (
+        {"dpo.gamma": arguments.number(value)} if settings.get("rlhf_type") == "simpo" else NoEffect("of simpo")
+    ),
+    "cpo_alpha": trl.likelihood,
     "desirable_weight": "dpo.desirable_weight",
     "undesirable_weight": "dpo.undesirable_weight",
     "rpo_alpha": NoEqual("dpo.loss: orpo, which has the answer's likelihood in it"),

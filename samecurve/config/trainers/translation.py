@@ -27,7 +27,8 @@ class NoEqual(NamedTuple):
 
 
 Settings = Mapping[str, Any]  # all keys of the file, and the trainer's defaults of those that it does not have
-# the recipe's key, or a function of the value and all settings that returns the recipe's values, {} for its defaults
+# The recipe's key, or a function of the value and all settings that returns the recipe's values, {} for its defaults. A
+# NoEqual among them is of a part of the value, by its name.
 Rule = str | NoEffect | NoEqual | Callable[[Any, Settings], dict[str, Any] | NoEffect | NoEqual]
 OFF = (None, False, "", "none", "no", 0, [], {})
 
@@ -91,6 +92,9 @@ def translate(trainer: Trainer, given: Settings) -> Translation:
             made.no_equal[key] = answer.nearest
         else:
             for name, translated in answer.items():
+                if isinstance(translated, NoEqual):
+                    made.no_equal[name] = translated.nearest
+                    continue
                 made.values[name] = translated
                 made.origins.setdefault(name, []).append(key if key in given else f"{key}, {trainer.name}'s default")
     return made

@@ -28,7 +28,7 @@ def task(settings: Settings) -> str:
 def defaults(settings: Settings) -> dict[str, Any]:
     """Those of TRL 1.16's SFTConfig, DPOConfig and RewardConfig."""
     method = settings.get("method", "sft")
-    rates = {"sft": 2e-5, "reward": 1e-4}
+    rates = {"sft": 2e-5, "reward": 1e-4, "prm": 1e-5}
     given = arguments.DEFAULTS | {"learning_rate": rates.get(method, 1e-6), "logging_steps": 10, "max_length": 1024}
     given |= {"gradient_checkpointing": True}
     given |= {} if arguments.flag(settings.get("fp16")) or "bf16" in settings else {"bf16": True}
