@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samecurve.accelerator import deepspeed_introspection
 from samecurve.accelerator.sharded_state import DTensorShards, Zero3Shards, Zero12Shards, working_partition
+from samecurve.checkpoint.format import DTYPES
 from samecurve.errors import CheckpointError
 from samecurve.interfaces.region import Region
 from samecurve.interfaces.sharded_state import WEIGHT, Kinds, SavedState, ShardRange, Visit
@@ -305,8 +306,15 @@ class _FrozenZero3:
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+            if buffer is None or name in module._non_persistent_buffers_set:
+                continue
+            full = f"{path}.{name}" if path else name
+            if buffer.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{full}: found a buffer in {buffer.dtype}, which no checkpoint keeps; register it with "
+                    "persistent=False and compute it anew, or as real numbers (torch.view_as_real)"
+                )
+            yield full, buffer
 
 
 def _canonical(name: str) -> str:

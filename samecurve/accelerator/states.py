@@ -27,7 +27,7 @@ from samecurve.accelerator.portable_values import decode, encode
 from samecurve.accelerator.prepared_state import PreparedState
 from samecurve.checkpoint import commit, format, manifest
 from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
-from samecurve.checkpoint.snapshot import Snapshot, generators_of, restore
+from samecurve.checkpoint.snapshot import BUFFER, Snapshot, generators_of, restore
 from samecurve.distributed.control_group import ARRIVE_SECONDS, ControlGroup
 from samecurve.errors import CheckpointError, ConfigurationError
 from samecurve.storage.atomic import storage_errors, utc_timestamp
@@ -43,7 +43,6 @@ SERIES = "checkpoint_[0-9]+"
 """Names of ProjectConfiguration.automatic_checkpoint_naming, as a regular expression."""
 _FILES = LocalFileSystem()
 _LATE_SECONDS = 1800.0  # for what the main process does before it saves, such as an evaluation of its own
-_BUFFER = "buffer"
 _OWN = re.compile(rf"rank_\d+\.safetensors|{STATE}|{format.INDEX}|{manifest.MANIFEST}|{manifest.MARKER}")
 # how a group computes, which depends on the device, and not what
 _OF_DEVICE = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -146,7 +145,7 @@ class States(accelerate.Accelerator):
             "values": self._encoded(tensors, world),
             "seed": torch.initial_seed() % 2**53,
         }
-        tensors |= {f"{_BUFFER}/{name}": buffer for name, buffer in live.buffers.items()}
+        tensors |= {f"{BUFFER}/{name}": buffer for name, buffer in live.buffers.items()}
         state = {"format": FORMAT, "step": live.updates, "updates": live.updates, "samples": 0, "meter": {}}
         state |= {"record": {}, "loss_scale": live.loss_scale_state, "generators": generators_of(live, world)}
         state |= {"recipe": {}, "strategy": self.distributed_type.value, "world_size": world.size, "model": {}}
@@ -211,7 +210,7 @@ class States(accelerate.Accelerator):
         reader = restore(folder, live, saved, world, script["seed"], lambda: None)
         with torch.no_grad():
             for name, buffer in live.buffers.items():
-                buffer.copy_(reader.tensor(0, f"{_BUFFER}/{name}").reshape(buffer.shape))
+                buffer.copy_(reader.tensor(0, f"{BUFFER}/{name}").reshape(buffer.shape))
         values = script["values"]
         self.step = values["step"]
         for label, part in self._parts():

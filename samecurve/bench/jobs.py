@@ -157,7 +157,7 @@ def run(job: StrategyJob, arguments: Sequence[str], directory: Path, on_progress
 
 def set_aside(directory: Path) -> None:
     """Move an earlier run's files away: a job that fails before it writes its own must not appear to have its curve."""
-    earlier = RunDirectory(directory)
+    earlier = RunDirectory(directory, fresh=True)
     earlier.set_aside()
     earlier.close()
 

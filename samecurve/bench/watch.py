@@ -33,24 +33,27 @@ def run(directory: Path, measured: Callable[[Recipe, Path], Recipe], trust_remot
         trust_remote_code: see `loading.load_model`.
     """
     files, written = LocalFileSystem(), JsonlFile(directory / WATCHED, METRICS_LINE)
-    done = {record["step"] for _, record in scan(directory / WATCHED, METRICS_LINE) if record}
+    gone: set[int] = set()  # steps whose checkpoints cannot be evaluated
     while True:
+        # read each time: a run that goes on from an earlier step takes back what it repeats
+        done = gone | {record["step"] for _, record in scan(directory / WATCHED, METRICS_LINE) if record}
         # read first, so that the last checkpoint is listed; a preempted run may go on
         is_ended = read_status(directory / STATUS).get("state") in ("done", "failed")
         for checkpoint in reversed(list_checkpoints(files, directory / "checkpoints")):
             step = step_of(checkpoint)
             if step in done:
                 continue
-            done.add(step)
             try:
                 if problems := check_files(files, checkpoint):
                     print(f"{checkpoint}: damaged, not evaluated: {problems[0]}", flush=True)
+                    gone.add(step)
                     continue
                 metrics = _evaluate(directory, checkpoint, measured, trust_remote_code)
             except (SamecurveError, OSError):
                 if checkpoint.exists():
                     raise
                 print(f"{checkpoint}: deleted by checkpoint.keep before it was evaluated", flush=True)
+                gone.add(step)
                 continue
             written.append({"step": step, **metrics})
             written.sync()

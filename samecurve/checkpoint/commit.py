@@ -294,6 +294,15 @@ def recover(fs: FileSystem, final: Path) -> None:
             fs.rename(folder, final)
 
 
+def finish_replacements(fs: FileSystem, directory: Path) -> None:
+    """Recover the checkpoints of train.py whose replacement was killed between its two renames. For rank 0."""
+    if fs.exists(directory):
+        for folder in directory.glob(f"{PARTIAL}*"):
+            final = folder.with_name(folder.name.removeprefix(PARTIAL))
+            if fs.exists(final.with_name(f"{DELETED}{final.name}")):
+                recover(fs, final)
+
+
 def sweep(fs: FileSystem, directory: Path, names: str = STEPS) -> str:
     """Remove partial and deleted checkpoint folders. Returns the problems found, "" if there were none.
 

@@ -36,6 +36,8 @@ LIVE_SECONDS, POLL_SECONDS = 180.0, 5.0  # three of the owner's signs of life; h
 # Records that a session on another machine continues. The last one shows whether they have been fetched already, see
 # `_fetch_history`.
 HISTORY = ("run.json", "skipped.jsonl", "metrics.jsonl")
+TRACKERS = "trackers/runs.json"
+"""The run's names in its trackers, see accelerator/trackers.py."""
 
 
 def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
@@ -53,6 +55,8 @@ def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
     take_over(store, run, fresh, time.monotonic() + LIVE_SECONDS if is_restart(os.environ) else 0)
     if resume == "auto":
         fetch_newest(store, run, print)
+        if recipe.checkpoint.best is not None:
+            fetch_best(store, run, print)
     elif resume == "none" and not fresh and committed(store):
         raise CheckpointError(
             f"checkpoint.mirror: {url} holds checkpoints of an earlier run, which --resume none would leave behind; "
@@ -147,6 +151,27 @@ def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> P
     return None
 
 
+def best_name(store: ObjectStore) -> str:
+    """Return the name of the checkpoint that the store's best.json names, "" without one."""
+    record, _ = parse(store.read(f"{FOLDER}/best.json") or b"", {"checkpoint": str, "*": object})
+    return record["checkpoint"] if record else ""
+
+
+def fetch_best(store: ObjectStore, run: Path, log: Callable[[str], None]) -> None:
+    """Fetch the store's best checkpoint, if it is not here, so that a session on another machine keeps and exports it.
+
+    A damaged one is left out with a line. For rank 0. Raises StorageError: the store does not answer.
+    """
+    name = best_name(store)
+    if not name or name not in committed(store) or (run / FOLDER / name).exists():
+        return
+    try:
+        _fetch(store, run / FOLDER, name)
+        log(f"fetched {store.url}/{FOLDER}/{name}, the best one")
+    except DamagedManifest as error:
+        log(f"skipped an unusable checkpoint:\n  {store.url}/{FOLDER}/{name}/{error.damage}")
+
+
 def verify(store: ObjectStore, name: str, folder: Path) -> None:
     """Download one checkpoint into a folder and compare size and SHA-256 of every file.
 
@@ -200,6 +225,10 @@ def _fetch_history(store: ObjectStore, run: Path, step: int) -> None:
     if (record := last_record(run / HISTORY[-1])) and record["step"] >= step:
         return
     sizes = store.sizes("")
+    if (ids := store.read(TRACKERS)) is not None:  # so that the trackers go on with the same runs
+        with storage_errors(run / TRACKERS):
+            (run / TRACKERS).parent.mkdir(exist_ok=True)
+            write_bytes(run / TRACKERS, [ids])
     for name in (name for name in HISTORY if name in sizes):
         partial = run / f".{name}.partial"
         with storage_errors(partial):

@@ -279,7 +279,8 @@ class Checkpoints:
             save.error = error
             self._log(f"the checkpoint of step {save.step} was not written: {error}")
         else:
-            self._num_commits += 1
+            # the checkpoint that was resumed from may be written again, with an evaluation that was missing
+            self._num_commits += self.resumed_from is None or folder_name(save.step) != self.resumed_from.name
             self._tidy()
 
     def _tidy(self) -> None:

@@ -35,6 +35,7 @@ from samecurve.checkpoint.fetch import (
     LIVE_SECONDS,
     OWN_NAME,
     OWNER,
+    best_name,
     committed,
     read_owner,
     read_sessions,
@@ -181,8 +182,9 @@ class Mirror:
             finally:
                 self.uploading = ""
         self._check_owner()
+        best = best_name(self._store)  # of an earlier session elsewhere, before this one's own replaces it
         self._upload_records(RECORDS)
-        kept = {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}
+        kept = {best} | {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}
         kept |= set(committed(self._store)[: self._keep])
         for name in set(step_names(self._store)) - kept:
             if SET_ASIDE not in self._store.folders(f"{FOLDER}/{name}"):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from samecurve.storage.filesystem import FileSystem
 
 Taken = tuple[list[Entry], Generator[Tensor, None, None]]
-WHOLE = "whole"
-"""Prefix of the tensors that rank 0 saves whole."""
+WHOLE, BUFFER = "whole", "buffer"
+"""Prefixes of the tensors that rank 0 saves whole. Of these only an update could make a value that is not finite."""
 
 
 class Snapshot:
@@ -111,7 +111,11 @@ def _checked(entries: list[Entry], values: Generator[Tensor, None, None]) -> Gen
     with closing(values):
         for entry, live in zip(entries, values, strict=True):
             value = live.to("cpu")
-            if value.is_floating_point() and not entry.key.startswith(WHOLE) and not torch.isfinite(value).all():
+            if (
+                value.is_floating_point()
+                and not entry.key.startswith((WHOLE, BUFFER))
+                and not torch.isfinite(value).all()
+            ):
                 raise NumericError(f"{entry.key} holds values that are not finite")
             yield value.to(entry.dtype)
 

@@ -22,11 +22,7 @@ from samecurve.storage.atomic import utc_timestamp
 from samecurve.storage.jsonl import EvenlySpaced, scan
 from samecurve.storage.records import COUNT, read_record
 
-VOLUMES = {
-    "all_reduce": links.all_reduce_volume,
-    "all_gather": links.all_gather_volume,
-    "reduce_scatter": links.all_gather_volume,
-}
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 ZERO = "deepspeed"  # as Job.library
 COMMUNICATORS = "communicators"  # the part of a GPU's memory that only several processes hold
 LARGEST = 2  # message sizes of each collective that count: training moves large ones
@@ -82,12 +78,15 @@ def _communication(content: Mapping[str, Any], kind: str, card: Gpu) -> tuple[Ca
     per_node = max(1, ranks // machines)
     over = links.link(links.levels_of(card, per_node, DEFAULT_NODE_GBIT), per_node, ranks, 1, 1.0, 0.0)
     ratios, rates = [], []
-    for name, volume in VOLUMES.items():
+    for name in COLLECTIVES:
         timings = sorted(
             (timing for timing in content["timings"] if timing["name"] == name), key=itemgetter("num_bytes")
         )
         for timing in timings[-LARGEST:]:
-            ratios.append(timing["seconds"] / links.collective_seconds(volume(timing["num_bytes"], ranks), ranks, over))
+            size = timing["num_bytes"]
+            of_reduce = name == "all_reduce"
+            volume = links.all_reduce_volume(size, ranks) if of_reduce else links.one_way_volume(size, ranks, over)
+            ratios.append(timing["seconds"] / links.collective_seconds(volume, ranks, over))
             rates.append(timing["bus_gb_per_second"])
     factor = statistics.geometric_mean(ratios)
     text = f"bus bandwidth up to {max(rates):.3g} GB/s over the {over.level}, assumed {over.bus_gb_per_s:.3g}"

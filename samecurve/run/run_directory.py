@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from samecurve.checkpoint.commit import finish_replacements
 from samecurve.checkpoint.manifest import list_checkpoints, step_of
 from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailureError, SamecurveError, StorageError
 from samecurve.run.status import REFUSED, STATUS, counted, read_status, split_refused, with_refused
@@ -95,6 +96,7 @@ class RunDirectory:
         self._aside: Path | None = None
         self._metrics = JsonlFile(self.metrics, METRICS_LINE)
         self._skipped = JsonlFile(self.path / "skipped.jsonl")
+        self._watched = JsonlFile(self.path / WATCHED, METRICS_LINE)
         if is_main:
             with storage_errors(self.path):
                 if self.path.exists() and not self.path.is_dir():
@@ -119,6 +121,7 @@ class RunDirectory:
             raise
 
     def _claim(self, reads: list[Path], resume: str, fresh: bool) -> None:
+        finish_replacements(LocalFileSystem(), self.checkpoints)
         # a killed start may have moved status.json to `previous/N/` already
         folders = (self.path, *reversed(previous_folders(self.path)))
         last = next(filter(None, (read_status(folder / STATUS) for folder in folders)), {})
@@ -265,6 +268,7 @@ class RunDirectory:
                 LocalFileSystem(busy).move_folder(folder, target / "checkpoints")  # checkpoints/ may link to elsewhere
         num_later, num_damaged = self._metrics.truncate(step, target, record)
         num_damaged += self._skipped.truncate(step, target)[1]
+        num_damaged += self._watched.truncate(step, target)[1]
         self.notice = f"resuming after step {step} in {self.path}; the earlier session's files are in {target}"
         if num_later:
             self.notice += f", with {num_later} steps after the checkpoint, which are repeated"

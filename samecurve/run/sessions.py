@@ -89,4 +89,6 @@ def unknown_origin(began: SessionRecord) -> str | None:
 def _is_own(facts: dict) -> bool:
     """Whether a session resumed from a checkpoint of its own directory."""
     source = facts.get("resumed_from")
-    return bool(source) and Path(source).parent == Path(str(facts.get("output_dir"))) / "checkpoints"
+    own = Path(str(facts.get("output_dir"))) / "checkpoints"
+    # the folder may have been moved since, so both spellings are compared
+    return bool(source) and (Path(source).parent == own or Path(source).parent.resolve() == own.resolve())

@@ -202,8 +202,10 @@ class ObjectStore:
             parts, digest = [], hashlib.sha256()
             with open(path, "rb", buffering=0) as source:
                 target = self._files.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
+                left = size  # a log that grows meanwhile is sent as it was, and again at the next time
                 try:
-                    while piece := source.read(part_bytes):
+                    while piece := source.read(min(part_bytes, left)):
+                        left -= len(piece)
                         target.write(piece)
                         digest.update(piece)
                         parts.append(hashlib.md5(piece, usedforsecurity=False).digest())

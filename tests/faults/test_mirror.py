@@ -7,6 +7,7 @@ byte for byte, one that was committed locally.
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,9 +18,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from samecurve.checkpoint import commit, mirror
 from samecurve.checkpoint import fetch as fetching
-from samecurve.checkpoint.fetch import HISTORY, committed, fetch_newest, read_owner, read_sessions, take_over
-from samecurve.checkpoint.manifest import MANIFEST, check_files, folder_name
+from samecurve.checkpoint.fetch import (
+    HISTORY,
+    committed,
+    fetch_best,
+    fetch_newest,
+    read_owner,
+    read_sessions,
+    take_over,
+)
+from samecurve.checkpoint.manifest import MANIFEST, check_files, folder_name, list_checkpoints
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
+from samecurve.run.run_directory import RunDirectory
 from samecurve.storage import object_store
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.object_store import ObjectStore, Retries
@@ -302,6 +312,62 @@ def test_the_store_keeps_as_many_and_what_is_kept_locally(url, tmp_path):
     shutil.rmtree(run / "checkpoints" / folder_name(20))  # rotated; 10 is the best, which is protected
     mirror_of(url, run).catch_up()
     assert sorted(store_at(url).folders("checkpoints")) == [folder_name(step) for step in (10, 30, 40)]
+
+
+def test_a_replacement_that_a_kill_cut_in_two_is_finished(tmp_path):
+    """Of the checkpoint that a run resumed from and saved again, with an evaluation that was missing."""
+    run, files = new_run(tmp_path / "run", 10), LocalFileSystem()
+    folder = run / "checkpoints" / folder_name(10)
+    expected = contents(folder)
+    shutil.copytree(folder, folder.with_name(f"{commit.PARTIAL}{folder.name}"))
+    folder.rename(folder.with_name(f"{commit.DELETED}{folder.name}"))
+    started = RunDirectory(run, resume="auto")
+    assert started.continues and list_checkpoints(files, run / "checkpoints") == [folder]
+    assert contents(folder) == expected
+    started.close()
+
+
+def test_the_best_checkpoint_of_a_lost_machine_stays(url, tmp_path):
+    """Neither a session elsewhere that has fetched it removes it from the store, nor one that has not."""
+    run = new_run(tmp_path / "run", 10, 30, 40)
+    (run / "checkpoints" / "best.json").write_text(json.dumps({"checkpoint": folder_name(10), "eval_loss": 1.5}))
+    mirror_of(url, run).catch_up()
+    for with_best in (False, True):
+        other = tmp_path / f"other{with_best}"
+        assert fetched(url, other).name == folder_name(40 + 10 * with_best)
+        if with_best:
+            fetch_best(store_at(url), other, print)
+            assert contents(other / "checkpoints" / folder_name(10)) == contents(run / "checkpoints" / folder_name(10))
+        commit_step(other, 50 + 10 * with_best)
+        mirror_of(url, other).catch_up()
+        assert folder_name(10) in store_at(url).folders("checkpoints")
+
+
+def test_a_session_elsewhere_goes_on_with_the_same_tracked_runs(url, tmp_path):
+    run = new_run(tmp_path / "run", 10)
+    (run / "trackers").mkdir()
+    (run / "trackers" / "runs.json").write_text('{"wandb": "abc"}')
+    mirror_of(url, run).catch_up()
+    assert fetched(url, tmp_path / "other") is not None
+    assert (tmp_path / "other" / "trackers" / "runs.json").read_text() == '{"wandb": "abc"}'
+
+
+def test_a_log_that_grows_while_it_is_sent_is_sent_as_it_was(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(object_store, "PART_BYTES", 64)
+    log, files = tmp_path / "metrics.jsonl", MemoryFileSystem()
+    log.write_bytes(b"a" * 200)
+
+    class Growing:
+        def __getattr__(self, name):
+            return getattr(files, name)
+
+        def open(self, *given, **options):
+            with open(log, "ab") as grown:
+                grown.write(b"b" * 70)
+            return files.open(*given, **options)
+
+    store_at(url, Growing()).upload(log, "metrics.jsonl")
+    assert store_at(url).read("metrics.jsonl") == b"a" * 200
 
 
 def test_the_end_of_a_run_says_what_the_store_lacks(url, tmp_path, monkeypatch):

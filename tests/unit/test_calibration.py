@@ -14,12 +14,14 @@ import pytest
 
 from samecurve.cli.commands import main
 from samecurve.metrics.console import announced, compare_with_prediction, of_session
-from samecurve.planner import calibrate, calibration, forecast, inputs, step_time, strategies
+from samecurve.planner import calibrate, calibration, forecast, inputs, links, step_time, strategies
 from samecurve.planner.answers import answer, predict
 from samecurve.planner.calibrate import FinishedRun
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import built_in
+from samecurve.planner.hardware import gpu
 from samecurve.planner.job import from_json, to_json
+from samecurve.planner.links import DEFAULT_NODE_GBIT
 from samecurve.planner.strategies import read
 from samecurve.strategy.plan import Plan
 from samecurve.training import settle
@@ -251,6 +253,17 @@ def test_bench_replaces_the_assumed_rates(tmp_path, cache, capsys):
     assert "calibrated on 2 results of bench, 20" in learnt.describe()
     faster, slower = (step_time.breakdown(replace(job_of("ddp"), calibration=each)) for each in (None, learnt))
     assert slower.compute == pytest.approx(2 * faster.compute) and slower.host == faster.host
+
+
+def test_links_as_the_planner_has_them_teach_nothing_new(tmp_path, cache, capsys):
+    """Between processes of a host an all-gather takes as long as an all-reduce of the same tensor."""
+    over = links.link(links.levels_of(gpu("cpu"), 2, DEFAULT_NODE_GBIT), 2, 2, 1, 1.0, 0.0)
+    seconds = links.collective_seconds(links.all_reduce_volume(2**34, 2), 2, over)
+    names = ("all_reduce", "all_gather", "reduce_scatter")
+    timings = [{**LONG_CALL, "name": name, "num_bytes": 2**34, "seconds": seconds} for name in names]
+    assert main(["plan", "--calibrate", str(bench(tmp_path, collectives_of(*timings)))]) == 0
+    learnt = calibration.read(cache / "cpu.json")
+    assert learnt and learnt.time["communication"] == pytest.approx(1.0)
 
 
 def test_bench_helps_a_run_to_tell_the_parts_of_a_step_apart(tmp_path):

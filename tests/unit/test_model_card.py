@@ -252,6 +252,13 @@ def test_a_start_that_was_refused_is_not_taken_for_how_the_session_before_it_end
     assert sessions(run)[-1].ended == "done"
 
 
+def test_the_own_directory_may_be_spelled_otherwise(run, monkeypatch):
+    """--resume with an absolute path, of a run whose output_dir is relative."""
+    monkeypatch.chdir(run.parent)
+    written(run, facts(start_step=2, output_dir=run.name, resumed_from=f"{run}/checkpoints/step_00000002"))
+    assert [each.facts["strategy"] for each in sessions(run)] == ["ddp", "zero3"]
+
+
 def test_a_run_that_went_on_from_another_directory(run):
     written(run, facts(start_step=2, resumed_from="runs/other/checkpoints/step_00000002"))
     found = sessions(run)

@@ -16,7 +16,7 @@ from samecurve.checkpoint.resume import _SCHEMA
 from samecurve.errors import CheckpointError, ConfigurationError, RepeatedFailureError, StorageError
 from samecurve.models.weights import ModelDescription
 from samecurve.run.metadata import RunFacts
-from samecurve.run.run_directory import METRICS_LINE, RunDirectory, read_metrics
+from samecurve.run.run_directory import METRICS_LINE, WATCHED, RunDirectory, read_metrics
 from samecurve.storage import atomic
 from samecurve.storage.jsonl import JsonlFile
 from samecurve.storage.records import mismatch
@@ -186,16 +186,21 @@ def interrupted_run(path, num_steps=7, saved=(2, 4, 6), state="running"):
 
 def test_going_on_leaves_no_gap_and_no_double_step(tmp_path):
     interrupted_run(tmp_path)
+    watched = [{"step": step, "eval_loss": step / 2} for step in (2, 4, 6)]
+    (tmp_path / WATCHED).write_text("".join(json.dumps(record) + "\n" for record in watched))
     run = RunDirectory(tmp_path, resume="auto")
     assert run.continues and run.notice == ""
     run.begin(4, {"step": 4, "loss": 4.0})
+    assert (tmp_path / WATCHED).read_text().count("step") == 2  # step 6 is trained again
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
     run.append_metrics({"step": 5, "loss": 5.5})
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
     assert run.metrics.read_text().endswith('{"step": 5, "loss": 5.5}\n')
     old = tmp_path / "previous" / "1"
     assert [record["step"] for record in read_metrics(old)] == [5, 6, 7]
-    assert sorted(path.name for path in old.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json", "status.json"]
+    assert sorted(path.name for path in old.iterdir()) == sorted(
+        ["checkpoints", WATCHED, "metrics.jsonl", "run.json", "status.json"]
+    )
     assert [path.name for path in (old / "checkpoints").iterdir()] == ["step_00000006"]
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_00000002", "step_00000004"]
     assert "3 steps after the checkpoint" in run.notice and run.notice.endswith("moved there too: 1")

@@ -299,6 +299,23 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, monkeypatch):
     equal(other.train(2), expected)
 
 
+def test_buffers_come_back_as_they_are_or_are_refused_by_name(tmp_path):
+    """A mask of -inf is no diverged weight."""
+    naming = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = samecurve.Accelerator(cpu=True, project_config=naming)
+    mask = torch.full((2, 2), -torch.inf).triu(1)
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", mask.clone())
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.save_state()
+    model.mask.zero_()
+    accelerator.load_state()
+    assert torch.equal(model.mask, mask)
+    model.register_buffer("angles", torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(CheckpointError, match=r"angles: found a buffer in torch.complex64.*view_as_real"):
+        accelerator.save_state()
+
+
 def test_another_model_is_refused_with_its_differences(tmp_path):
     script = Script()
     script.accelerator.save_state(tmp_path / "state")

@@ -61,7 +61,9 @@ def data_sets(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     entries = value if isinstance(value, list) else [value]
     entries = [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
     parts = [source(entry) for entry in entries if isinstance(entry, dict)]
-    unlike = {f"datasets.{name}": near for entry in entries if isinstance(entry, dict) for name, near in lost(entry)}
+    unlike: dict[str, Any] = {
+        f"datasets.{name}": near for entry in entries if isinstance(entry, dict) for name, near in lost(entry)
+    }
     if settings.get("rl") and parts and "data.messages_column" in parts[0]:
         parts[0]["data.prompt_column"] = parts[0].pop("data.messages_column")
     # its alpaca is text without a template, which data.chat says of all data
