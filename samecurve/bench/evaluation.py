@@ -19,7 +19,6 @@ from samecurve.inference import loading
 from samecurve.interfaces.task import InitialState, Task
 from samecurve.metrics.console import number, spaced
 from samecurve.models.attention.choice import choose_attention
-from samecurve.models.skeleton import build_skeleton
 from samecurve.run.run_directory import METRICS_LINE
 from samecurve.specs.environment import versions
 from samecurve.specs.tasks import TASKS
@@ -27,6 +26,7 @@ from samecurve.storage.atomic import write_json
 from samecurve.storage.jsonl import last_record
 from samecurve.storage.terminal import TextConsole
 from samecurve.tasks import registry
+from samecurve.tasks.task_skeleton import skeleton_of
 from samecurve.training.evaluator import Evaluation
 
 LABEL_WIDTH, NUMBER_WIDTH = 20, 14
@@ -94,7 +94,7 @@ def evaluate_folder(
             # a new adapter adds nothing
             adapter = recipe.adapter.model_copy(update={"quantization": None}) if recipe.adapter.path else Adapter()
             plain = recipe.model_copy(update={"adapter": adapter})
-            shape = build_skeleton(plain, task.vocabulary_size, task.special_tokens, task.head)
+            shape = skeleton_of(plain, task)
             model = InitialModel(shape, plain, task)
             task.prepare(InitialState(model, plain, shape, ControlGroup(), advance, validation_only=True))
         validation = Evaluation(task.validation, recipe.batch.micro_batch_size, engine.shard, advance)

@@ -13,9 +13,9 @@ from samecurve.bench import printing, timing
 from samecurve.bench.timing import interleaved, precision_of, seconds_of
 from samecurve.models import lora
 from samecurve.models.matmul_speed import PRODUCTS, Shape, matmul_runs
-from samecurve.models.skeleton import build_skeleton
 from samecurve.specs.precision import MATMUL_PRECISIONS
 from samecurve.tasks import registry
+from samecurve.tasks.task_skeleton import skeleton_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace, sizes: Sequence[int], recipe: Recipe | No
 def _recipe_layers(recipe: Recipe, device: torch.device, seconds: float) -> dict[str, object]:
     """Measure the recipe's layers in its precision, with the tokens of one micro-batch."""
     task = registry.load_task(recipe)
-    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = skeleton_of(recipe, task)
     num_tokens = recipe.batch.micro_batch_size * recipe.batch.sequence_length
     times = [layer_time(layer, num_tokens, recipe.precision, device, seconds) for layer in layers(skeleton)]
     rows = [

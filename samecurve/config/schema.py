@@ -128,7 +128,8 @@ class Embed(Section):
     temperature: float = Field(default=0.05, gt=0)
     """Cosine similarities are divided by it. A lower one gives more weight to the nearest negatives."""
     pooling: Pooling = "mean"
-    """How the token states become one vector: their mean, the first (`cls`) or the last one."""
+    """How the token states become one vector: their mean, the first (`cls`) or the last one. A model of
+    sentence-transformers goes on with its own, unless this is given."""
     queue: Natural = 0
     """MoCo: how many positives of earlier steps are negatives, too, as a momentum encoder has embedded them. The
     positives and negatives of a step are then embedded by it as well, and the gradient is that of the anchors. 0: no

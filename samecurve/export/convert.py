@@ -28,13 +28,13 @@ from samecurve.interfaces.region import Region
 from samecurve.interfaces.sharded_state import QUEUE
 from samecurve.interfaces.task import identity
 from samecurve.models.lora import trained_shapes
-from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weight_files import header, indexed_files, read, weight_files
 from samecurve.models.weights import constant_tensors, frozen_tensors, kept_tensors
 from samecurve.specs.precision import PRECISIONS
 from samecurve.storage.atomic import json_values, storage_errors, write_json
 from samecurve.storage.records import read_record
 from samecurve.tasks import registry
+from samecurve.tasks.task_skeleton import skeleton_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,7 +174,7 @@ def open_checkpoint(folder: Path, recipe: Recipe) -> OpenedCheckpoint:
         raise DataError(
             f"{folder}: the checkpoint's data, which its tokenizer needs, cannot be read: {error}"
         ) from error
-    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = skeleton_of(recipe, task)
     now = json_values(identity(skeleton.config, task))
     # A tokenizer that was trained on the rows needs the same rows; any other may meet new ones.
     if recipe.tokenizer.vocabulary_size is None:

@@ -19,9 +19,9 @@ from samecurve.data.micro_batch import MicroBatch
 from samecurve.engines.evaluation_engine import initial_engine
 from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models.skeleton import build_skeleton
 from samecurve.specs.heads import CAUSAL
 from samecurve.tasks import registry
+from samecurve.tasks.task_skeleton import skeleton_of
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
@@ -47,7 +47,7 @@ def run(recipe: Recipe) -> int:
     """
     task = registry.load_task(recipe)
     recipe = recipe.model_copy(update={"adapter": Adapter()})
-    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = skeleton_of(recipe, task)
     attention = skeleton.config._attn_implementation
     # bf16 would round rows of other shapes apart by more than TOLERANCE
     if not (torch.cuda.is_available() and attention in IN_HALF):

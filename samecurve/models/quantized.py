@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from samecurve.errors import ConfigurationError
 from samecurve.specs.precision import torch_dtype
 
 if TYPE_CHECKING:
@@ -100,9 +101,18 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_layers(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Replace the layers of a model on the meta device, in place, if the recipe quantizes; see `write`."""
+    """Replace the layers of a model on the meta device, in place, if the recipe quantizes; see `write`.
+
+    Raises ConfigurationError for a model without such layers.
+    """
     if kind := recipe.adapter.quantization:
-        for name, linear in _layers(model):
+        linears = _layers(model)
+        if not linears:
+            raise ConfigurationError(
+                f"adapter.quantization: found {kind}, but {type(model).__name__} has no torch.nn.Linear to store so "
+                "(GPT-2's layers are another class); leave it out"
+            )
+        for name, linear in linears:
             model.set_submodule(name, QuantizedLinear(linear, kind, torch_dtype(recipe.precision)))
     return model
 

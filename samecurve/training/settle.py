@@ -14,18 +14,21 @@ import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import cached_file
 
 from samecurve.checkpoint.manifest import list_checkpoints
 from samecurve.checkpoint.resume import read_state
 from samecurve.config.rules import in_steps
 from samecurve.engines import factory
-from samecurve.errors import CheckpointError
+from samecurve.errors import CheckpointError, ConfigurationError
 from samecurve.metrics.meter import device_memory_bytes
 from samecurve.models.weight_files import commit_of
 from samecurve.specs.gpus import GIB
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.records import read_record
 from samecurve.strategy.preflight import compiler_problems
 from samecurve.strategy.validate import choose_compile
 
@@ -54,6 +57,46 @@ def settle_revision(context: Context) -> Context:
         return commit_of(path, model.revision) or model.revision
 
     return _with(context, model=model.model_copy(update={"revision": context.world.on_main(choose)}))
+
+
+def settle_pooling(context: Context) -> Context:
+    """Let an embedding model go on with its own pooling, unless the recipe names one. Collective.
+
+    Raises:
+        ConfigurationError: the model has layers behind its pooling, which are not trained here and would be lost.
+    """
+    recipe = context.plan.recipe
+    if recipe.task != "embed" or recipe.model.path is None:
+        return context
+    path, revision = recipe.model.path, recipe.model.revision
+
+    def choose() -> str:
+        modules = _sentence_file(path, revision, "modules.json", [{"type": str, "*": object}]) or []
+        kinds = [module["type"].rpartition(".")[2] for module in modules]
+        if others := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
+            raise ConfigurationError(
+                f"model.path: {path} has {', '.join(others)} behind its pooling (modules.json), which is not trained "
+                "here and would be lost; use a model without it"
+            )
+        if "pooling" in recipe.embed.model_fields_set:
+            return recipe.embed.pooling
+        modes = _sentence_file(path, revision, "1_Pooling/config.json", {"*": object}) or {}
+        names = {"cls_token": "cls", "lasttoken": "last"}
+        return next((name for key, name in names.items() if modes.get(f"pooling_mode_{key}")), recipe.embed.pooling)
+
+    pooling = context.world.on_main(choose)
+    if pooling != recipe.embed.pooling:
+        context.progress.log(f"embed.pooling: {pooling}, as {path} has it in 1_Pooling/config.json")
+    return _with(context, embed=recipe.embed.model_copy(update={"pooling": pooling}))
+
+
+def _sentence_file(path: str, revision: str | None, name: str, schema: Any) -> Any:
+    """Read a file of sentence-transformers in a model's folder, or of the hub; None where it is not there."""
+    options = {
+        f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
+    }
+    file = cached_file(path, name, revision=revision, **options)
+    return read_record(Path(file), schema).optional(ConfigurationError, "restore it") if file else None
 
 
 def _with(context: Context, **values: object) -> Context:

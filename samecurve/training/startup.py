@@ -30,7 +30,6 @@ from samecurve.models.attention import choice, cudnn
 from samecurve.models.compilation import Recompilations
 from samecurve.models.lora import is_adapted, trained_shapes
 from samecurve.models.packed_rows import check_packing
-from samecurve.models.skeleton import build_skeleton
 from samecurve.optim.parameter_groups import describe_groups, roles_of
 from samecurve.optim.schedule import learning_rate
 from samecurve.run.metadata import RunFacts, resume_identity
@@ -43,12 +42,12 @@ from samecurve.storage.filesystem import LocalFileSystem, next_free
 from samecurve.storage.object_store import ObjectStore
 from samecurve.strategy.launchers import is_restart
 from samecurve.tasks import registry
-from samecurve.training import room
+from samecurve.tasks.task_skeleton import skeleton_of
+from samecurve.training import room, settle
 from samecurve.training.evaluator import EarlyStopping, Evaluation, due
 from samecurve.training.gc_schedule import GarbageCollection
 from samecurve.training.numerics_guard import Guard
 from samecurve.training.session import Built, Context, Session
-from samecurve.training.settle import predict, settle_compile, settle_date, settle_revision, settle_steps
 
 if TYPE_CHECKING:
     from samecurve.accelerator.accelerator import Accelerator
@@ -82,13 +81,13 @@ def prepare(context: Context) -> tuple[Context, Built, Checkpoints]:
 
     Raises as `open_session`.
     """
-    context = settle_date(settle_revision(context))
+    context = settle.settle_date(settle.settle_pooling(settle.settle_revision(context)))
     task = load_task(context)
-    context = settle_steps(context, task)
+    context = settle.settle_steps(context, task)
     built = build_model(context, task)
     # before the engine: a run that is complete or cannot resume must not load weights first
     checkpoints = find_checkpoint(context, built.identity)
-    return settle_compile(context, checkpoints), built, checkpoints
+    return settle.settle_compile(context, checkpoints), built, checkpoints
 
 
 def load_task(context: Context) -> Task:
@@ -104,7 +103,7 @@ def build_model(context: Context, task: Task) -> Built:
         ConfigurationError: the model does not support the recipe.
     """
     recipe = context.recipe
-    skeleton = build_skeleton(recipe, task.vocabulary_size, task.special_tokens, task.head)
+    skeleton = skeleton_of(recipe, task)
     uses = unproven_uses(skeleton)
     check_packing(skeleton.config, recipe.data.packing, recipe.batch.sequence_length, uses)
     liger.check_family(recipe.model.kernels, skeleton.config.model_type, uses)
@@ -325,7 +324,7 @@ def _introduce(session: Session) -> None:
         warning = matmul_speed.precision_warning(recipe, built.skeleton, accelerator.device) or None
         # on rank 0, which alone knows the peak of its device
         peak = session.meter.machine.peak
-        predicted = predict(context, built.skeleton.config.to_dict(), peak and peak.tflops)
+        predicted = settle.predict(context, built.skeleton.config.to_dict(), peak and peak.tflops)
     resumed_from = session.checkpoints.resumed_from
     parts = {"train": built.task.train, "held_out": built.task.validation}
     facts = RunFacts(

@@ -258,7 +258,7 @@ def test_precisions_are_measured_side_by_side():
 
 
 def test_the_table_says_what_is_frozen(bench_matmul, adapted, monkeypatch):
-    monkeypatch.setattr("samecurve.bench.matmul.build_skeleton", lambda *_: adapted)
+    monkeypatch.setattr("samecurve.bench.matmul.skeleton_of", lambda *_: adapted)
     told, found = bench_matmul("fp32", "8")
     assert re.search(r"^lm_head +1 +8 -> 50 +\S+ +\S+ +frozen +\S+$", told, re.MULTILINE)
     assert re.search(r"^lora_A, lora_B +33 +8 -> 8( +[\d.e+-]+){4}$", told, re.MULTILINE)

@@ -7,6 +7,10 @@ from __future__ import annotations
 import ast
 import json
 import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +19,9 @@ from report_cases import check_message
 from safetensors.torch import load_file, save_file
 from tiny_recipes import jsonl, make_recipe
 from torch.nn import functional
-from transformers import AutoConfig, AutoModel, BertForMaskedLM
+from transformers import AutoConfig, AutoModel, BertForMaskedLM, LlamaConfig
 
+from samecurve.config import loader
 from samecurve.config.schema import Embed, Recipe
 from samecurve.data import sources
 from samecurve.data.datasets.base import grouped
@@ -29,6 +34,7 @@ from samecurve.losses import contrastive
 from samecurve.models import weights
 from samecurve.models.skeleton import build_skeleton
 from samecurve.tasks import registry
+from samecurve.training import settle
 
 BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 BERT |= {"num_attention_heads": 2, "max_position_embeddings": 64}
@@ -318,3 +324,54 @@ def test_what_sentence_transformers_is_told(tmp_path):
     assert pooling["word_embedding_dimension"] == 16
     assert [name for name, used in pooling.items() if used is True] == ["pooling_mode_lasttoken"]
     assert json.loads((tmp_path / "sentence_bert_config.json").read_text())["max_seq_length"] == 8
+
+
+@pytest.mark.parametrize(
+    ("modes", "given", "pooling"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, [], "cls"),  # bge-base-en-v1.5
+        ({"pooling_mode_lasttoken": True}, [], "last"),  # Qwen3-Embedding
+        ({"pooling_mode_lasttoken": True}, ["embed.pooling=mean"], "mean"),
+        ({"pooling_mode_mean_tokens": True}, [], "mean"),
+        (None, [], "mean"),
+    ],
+)
+def test_a_model_goes_on_with_its_own_pooling(modes, given, pooling, tmp_path):
+    if modes:
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(modes))
+    context, lines = started(tmp_path, *given)
+    assert settle.settle_pooling(context).plan.recipe.embed.pooling == pooling
+    assert bool(lines) is (pooling != "mean")
+
+
+def test_layers_behind_the_pooling_are_refused(tmp_path):
+    """LaBSE and EmbeddingGemma have a Dense layer there."""
+    kinds = ("Transformer", "Pooling", "Dense", "Normalize")
+    modules = [{"idx": n, "type": f"sentence_transformers.models.{kind}"} for n, kind in enumerate(kinds)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ConfigurationError, match="has Dense behind its pooling"):
+        settle.settle_pooling(started(tmp_path)[0])
+
+
+@dataclass(frozen=True)
+class Planned:
+    recipe: Any
+
+
+@dataclass(frozen=True)
+class Started:
+    """What settle_pooling reads of a Context."""
+
+    plan: Planned
+    world: Any
+    progress: Any
+
+
+def started(folder: Path, *keys: str) -> tuple[Any, list[str]]:
+    """A context whose model is in a folder, and the lines that it prints."""
+    LlamaConfig().save_pretrained(folder)
+    lines: list[str] = []
+    recipe = loader.load_recipe("recipes/embed.yaml", [f"model={{path: {folder}}}", *keys])
+    world, progress = SimpleNamespace(on_main=lambda choose: choose()), SimpleNamespace(log=lines.append)
+    return Started(Planned(recipe), world, progress), lines

@@ -5,6 +5,7 @@ import struct
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,11 +15,13 @@ from transformers.models.llama import modeling_llama
 from samecurve.config.schema import Adapter, Model, Optimizer, Tokenizer
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import loading
+from samecurve.models import quantized
 from samecurve.models.skeleton import build_skeleton, construct
 from samecurve.models.weight_files import read, weight_files
 from samecurve.models.weights import ModelDescription, describe, kept_tensors, load_weights
 from samecurve.planner import model_shape
 from samecurve.specs.heads import Head
+from samecurve.tasks.task_skeleton import skeleton_of
 
 LLAMA = {
     "model_type": "llama",
@@ -230,6 +233,29 @@ def test_a_weight_that_is_not_finite_is_named(wrong, saved):
 def test_a_vocabulary_that_the_embedding_does_not_hold_is_refused():
     with pytest.raises(DataError, match="tokenizer has 100 ids, but the model's embedding holds 64"):
         build_skeleton(recipe({**LLAMA, "vocab_size": 64}), 100)
+
+
+@pytest.mark.parametrize(("tokens", "padding", "fits"), [([1, 63], 0, True), ([1, 64], 0, False), ([1], 64, False)])
+def test_added_tokens_without_a_row_of_the_embedding_may_not_be_in_the_data(tokens, padding, fits, tmp_path):
+    """Gemma 3 1B's tokenizer has one for images, id 262144, and its embedding 262144 rows."""
+    config = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    LlamaConfig(**config, vocab_size=64).save_pretrained(tmp_path)
+    rows = SimpleNamespace(stream=SimpleNamespace(tokens=np.array(tokens, np.uint16)), padding_token=padding)
+    task = SimpleNamespace(vocabulary_size=65, train=rows, validation=None, special_tokens={}, head=Head("causal_lm"))
+    if fits:
+        assert skeleton_of(recipe(path=str(tmp_path)), task).config.vocab_size == 64
+    else:
+        with pytest.raises(DataError, match="tokenizer has 65 ids, but the model's embedding holds 64"):
+            skeleton_of(recipe(path=str(tmp_path)), task)
+
+
+def test_a_model_without_layers_to_quantize_is_refused():
+    """GPT-2 has its weights in Conv1D."""
+    made = recipe({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64})
+    model = build_skeleton(made, 64).requires_grad_(False)
+    made.adapter, made.precision = Adapter(name="lora", quantization="8bit"), "bf16"
+    with pytest.raises(ConfigurationError, match="adapter.quantization: found 8bit, but .* has no torch.nn.Linear"):
+        quantized.quantize_layers(model, made)
 
 
 def test_a_foreign_tokenizer_is_named_where_a_model_has_its_own(tmp_path):

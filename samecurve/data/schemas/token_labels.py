@@ -165,7 +165,9 @@ class StepEncoder(WordEncoder):
     ):
         super().__init__(tokenizer, sequence_length, STEP_NAMES, truncation)
         self._rust.no_truncation()
+        self._rust.encode_special_tokens = False  # the separator may be a token of its own, such as <extra_0>
         self._separator = self._rust.encode(separator, add_special_tokens=False).ids
+        self._rust.encode_special_tokens = True
         self.identity = digest(self.identity, self._separator)
 
     def placed(self, documents: list[LabelledWords]) -> Iterator[tuple[list[int], dict[int, int], bool]]:
