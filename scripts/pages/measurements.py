@@ -174,6 +174,8 @@ OLDER: dict[str, str] = {
             "benchmarks/bf16.md",
             "benchmarks/sharding.md",
             "benchmarks/long_runs.md",
+            "benchmarks/checkpoint.md",
+            "benchmarks/planner.md",
         ),
         "measured before corrections that were not meant to change its numbers; to be measured again",
     ),
