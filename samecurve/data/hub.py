@@ -53,6 +53,13 @@ class Split:
     def __str__(self) -> str:
         return f"{self.name}, config {self.config}, split {self.split}, commit {self.commit}"
 
+    def class_names(self, column: str) -> tuple[str, ...]:
+        """Return the names of the classes whose numbers a column has, or lists of them; () where there are none."""
+        feature = self.table.features.get(column)
+        while hasattr(feature, "feature"):  # of a list
+            feature = feature.feature  # pyright: ignore[reportOptionalMemberAccess]
+        return tuple(getattr(feature, "names", None) or ())
+
     def rows(self) -> Iterator[tuple[str, dict]]:
         """Yield (place, row). Raises DataError for a row that cannot be decoded."""
         number = 0

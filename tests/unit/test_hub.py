@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import urllib.parse
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from task_columns import unread
 from samecurve.cli import evaluate
 from samecurve.config import loader
 from samecurve.data import hub, sources
+from samecurve.data.schemas.classification import ExampleSource, class_names
 from samecurve.data.selection import Selection
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.interfaces.task import identity
@@ -254,6 +256,19 @@ def made_split(name: str, selection: Selection) -> hub.Split:
     ]
     table = datasets.Dataset.from_list(rows)
     return hub.Split(name, selection.config or "default", selection.split, selection.revision or NEW, table)
+
+
+def test_classes_have_the_names_that_the_data_set_gives_their_numbers(tmp_path):
+    """In its order, and also one without a row; of word labels, too."""
+    classes, kinds = datasets.ClassLabel(names=["neg", "pos", "any"]), datasets.ClassLabel(names=["O", "B-PER"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": classes, "ner_tags": datasets.List(kinds)})
+    rows = [{"text": "a", "label": 1, "ner_tags": [1, 0]}, {"text": "b", "label": 0, "ner_tags": [0]}]
+    split = hub.Split("own/name", "default", "train", NEW, datasets.Dataset.from_list(rows, features=features))
+    assert split.class_names("ner_tags") == ("O", "B-PER") and split.class_names("text") == ()
+    source = ExampleSource("own/name", (split,))
+    names = class_names(source, tmp_path)
+    assert names == ("neg", "pos", "any")
+    assert [example.label for example in replace(source, names=names).documents()] == ["pos", "neg"]
 
 
 CONTENT = {

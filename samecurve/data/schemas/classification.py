@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samecurve.data import sources
+from samecurve.data import hub, sources
 from samecurve.data.encoder import Encoded, Encoder, TruncatingEncoder
 from samecurve.data.formats import check_characters, no_column
 from samecurve.data.row_checks import nearest
@@ -135,10 +135,15 @@ _FIX = "correct or remove the row, or name all classes in data.labels"
 def class_names(source: ExampleSource, cache: Path) -> tuple[str, ...]:
     """Find the class names of a source, sorted by name or by number. The result is cached.
 
+    A data set of the hub may have names for its numbers (datasets.ClassLabel); these count, in its order.
+
     Raises:
         DataError: for rows that cannot be used, for labels that mix names and numbers, for numbers with a gap, and for
             a single class.
     """
+    for file in source.files:
+        if isinstance(file, hub.Split) and (names := file.class_names(source.label_column)):
+            return names
     key = digest(_VERSION, sources.fingerprint(source, cache), source.identity)
     return build_once(
         cache / "classes" / key,
