@@ -80,6 +80,7 @@ class TextEncoder(ConversationEncoder):
 
     def encode_texts(self, documents: list[Conversation]) -> list[Encoded]:
         rendered = [self.render(document) for document in documents]
+        self._count_special(text for text, _ in rendered)
         encodings = self._rust.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         encoded = []
         for encoding, (_, spans) in zip(encodings, rendered, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +38,9 @@ class Encoded(NamedTuple):
     tags: np.ndarray | None = None
 
 
+SPECIAL = "documents_with_special_tokens"
+
+
 class Encoder(ABC):
     """Turns documents into token ids.
 
@@ -63,8 +67,8 @@ class Encoder(ABC):
 
     masked = segmented = weighted = tagged = labelled = renders = False
     ends_texts = True
-    counted: tuple[str, ...] = ()
-    rare: tuple[str, ...] = ()
+    counted: tuple[str, ...] = (SPECIAL,)
+    rare: tuple[str, ...] = (SPECIAL,)
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         from tokenizers import Tokenizer
@@ -82,6 +86,8 @@ class Encoder(ABC):
         self._rust.encode_special_tokens = True
         self.identity = digest(self._rust.to_str(), self._begin, self._end)
         self.counts = dict.fromkeys(self.counted, 0)
+        names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = re.compile("|".join(map(re.escape, names))) if names else None
         self.facts: dict[str, str] = {}
         self.dtype = np.dtype(np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.uint32)
 
@@ -94,6 +100,11 @@ class Encoder(ABC):
     def reads(self, key: str) -> bool:
         """Whether a key of messages, other than those that each row's schema reads, may change the tokens."""
         return False
+
+    def _count_special(self, texts: Iterable[str]) -> None:
+        """Count the texts with special tokens, which are encoded as text: another library may read them as tokens."""
+        if self._special is not None:
+            self.counts[SPECIAL] += sum(map(bool, map(self._special.search, texts)))
 
     @abstractmethod
     def encode(self, documents: list) -> list[Encoded]:

@@ -36,7 +36,7 @@ from samecurve.storage.cache import (
 from samecurve.storage.terminal import progress_bar
 
 # Part of the cache key: raise it when the tokens written for the same input change.
-_VERSION = 7
+_VERSION = 8
 _BATCH_CHARACTERS = 1 << 20
 _ENOUGH_BAD_ROWS = 1000  # so many end a run without counting the others
 _LARGE_BYTES = 1 << 30  # larger token files are verified block by block; smaller ones as a whole, in 0.1 s
@@ -149,6 +149,7 @@ class DocumentEncoder(Encoder):
         return [[*self._begin, *e.ids, *self._end] if e.ids else [] for e in encodings]
 
     def encode(self, documents: list[str]) -> list[Encoded]:
+        self._count_special(documents)
         return [Encoded(tokens) for tokens in self(documents)]
 
 

@@ -6,13 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from chat_templates import tokenizer_of
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from samecurve.config.schema import Batch
 from samecurve.data.batches import EvaluationBatches, StepBatches
 from samecurve.data.datasets.base import DocumentRows, PackedRows, Rows, causal_arrays
 from samecurve.data.micro_batch import MicroBatch
-from samecurve.data.token_store import TokenStream
+from samecurve.data.schemas.classification import Example, ExampleEncoder, WholeTextEncoder
+from samecurve.data.schemas.retrieval import Match, MatchEncoder
+from samecurve.data.token_store import DocumentEncoder, TokenStream
+from samecurve.data.tokenizer import BEGIN_OF_TEXT, BEGIN_OF_TURN, END_OF_TEXT, END_OF_TURN
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 
 X = IGNORE_INDEX
@@ -312,3 +316,19 @@ def test_a_gpu_gets_what_it_can_copy_by_itself(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **how: copied.append((device, how)) or tensor)
     whole.to("cuda")
     assert copied == [("cuda", {"non_blocking": True})] * len(tensors)
+
+
+def test_texts_with_special_tokens_are_counted():
+    """They are encoded as text, and transformers' pipelines would read them as tokens."""
+    one = tokenizer_of(None, BEGIN_OF_TEXT, END_OF_TEXT, None, BEGIN_OF_TURN, END_OF_TURN)
+    texts = ["plain", f"rendered {BEGIN_OF_TURN}user", f"{END_OF_TURN}{END_OF_TURN}"]
+    examples = [Example("a:1", text, None, "x") for text in texts]
+    for encoder, documents in (
+        (DocumentEncoder(one), texts),
+        (WholeTextEncoder(one), texts),
+        (ExampleEncoder(one, 64, ("x",), False), examples),
+        (MatchEncoder(one, 64), [Match("a:1", ("plain", text)) for text in texts]),
+    ):
+        found = encoder.encode(documents)
+        assert encoder.counts["documents_with_special_tokens"] == 2, encoder
+        assert all(one.convert_tokens_to_ids(END_OF_TURN) not in list(document.tokens) for document in found)

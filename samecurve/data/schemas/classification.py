@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samecurve.data import hub, sources
-from samecurve.data.encoder import Encoded, Encoder, TruncatingEncoder
+from samecurve.data.encoder import SPECIAL, Encoded, Encoder, TruncatingEncoder
 from samecurve.data.formats import check_characters, no_column
 from samecurve.data.row_checks import nearest
 from samecurve.errors import DataError
@@ -193,7 +193,7 @@ class ExampleEncoder(TruncatingEncoder):
     text.
     """
 
-    counted = ("truncated_documents", "too_long_documents")
+    counted = ("truncated_documents", "too_long_documents", SPECIAL)
     labelled = True
 
     def __init__(
@@ -219,6 +219,7 @@ class ExampleEncoder(TruncatingEncoder):
 
     def encode(self, documents: list[Example]) -> list[Encoded]:
         inputs = [d.text if d.pair is None else (d.text, d.pair) for d in documents]
+        self._count_special(map(str, documents))
         encodings = self._rust.encode_batch(inputs, add_special_tokens=True)
         encoded = []
         for document, encoding in zip(documents, encodings, strict=True):
@@ -246,6 +247,7 @@ class WholeTextEncoder(Encoder):
         self.identity = digest(_VERSION, self.identity, "whole")
 
     def encode(self, documents: list[str]) -> list[Encoded]:
+        self._count_special(documents)
         encodings = self._rust.encode_batch(documents, add_special_tokens=True)
         return [Encoded([] if all(e.special_tokens_mask) else e.ids) for e in encodings]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from samecurve.data import sources
-from samecurve.data.encoder import Encoded, TruncatingEncoder
+from samecurve.data.encoder import SPECIAL, Encoded, TruncatingEncoder
 from samecurve.data.row_checks import nearest
 from samecurve.data.schemas.classification import text_of
 from samecurve.errors import DataError
@@ -137,7 +137,7 @@ class MatchEncoder(TruncatingEncoder):
     its texts holds no token.
     """
 
-    counted = ("truncated_texts", "too_long_documents")
+    counted = ("truncated_texts", "too_long_documents", SPECIAL)
     segmented = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, sequence_length: int, truncation: Truncation = "right"):
@@ -145,6 +145,7 @@ class MatchEncoder(TruncatingEncoder):
         self.identity = digest(_VERSION, self.identity, "match")
 
     def encode(self, documents: list[Match]) -> list[Encoded]:
+        self._count_special("\0".join(document.texts) for document in documents)
         encodings = iter(
             self._rust.encode_batch(
                 [text for document in documents for text in document.texts], add_special_tokens=True
