@@ -57,6 +57,17 @@ def test_all_forms_of_a_pair_are_the_same_pair(tmp_path, row, schema):
     assert str(found) == str(plain) and found.chosen.place == f"{tmp_path}/a.jsonl:1"
 
 
+@pytest.mark.parametrize("begin", [[], [{"role": "system", "content": "s"}]])
+@pytest.mark.parametrize("space", ["", " "])
+def test_a_prompt_that_is_text_may_stand_in_the_answers_again(begin, space, tmp_path):
+    """With a system turn before it, as distilabel writes it, or without the space behind it."""
+    before = [*begin, {"role": "user", "content": "a"}]
+    row = {"prompt": f"a{space}", "chosen": [*before, *answer("c")], "rejected": [*before, *answer("d")]}
+    (found,) = read(jsonl(tmp_path / "a.jsonl", row))
+    assert [list(one.messages) for one in (found.chosen, found.rejected)] == [row["chosen"], row["rejected"]]
+    assert found.chosen.num_prompt == found.rejected.num_prompt == len(before)
+
+
 def test_texts_without_a_template_share_their_beginning_but_no_space_at_its_end(tmp_path):
     rows = [{"chosen": "2+2? four", "rejected": "2+2? 5"}, {"chosen": "Q\nA:yes", "rejected": "Q\nA:no"}]
     found = read(jsonl(tmp_path / "a.jsonl", *rows), chat=False)

@@ -171,15 +171,30 @@ def pair(place: str, row: dict, schema: PairSchema) -> Pair:
         if not schema.chat:
             parts = (("user", prompt), ("assistant", chosen), ("assistant", rejected))
             prompt, chosen, rejected = (({"role": role, "content": text},) for role, text in parts)
-    elif all(answer[: len(prompt)] == prompt for answer in (chosen, rejected)):
-        # Some data sets repeat the prompt in front of both answers.
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    elif repeated := _repeated(prompt, chosen, rejected):
+        prompt, chosen, rejected = repeated, chosen[len(repeated) :], rejected[len(repeated) :]
     for column, answer in zip(names, (chosen, rejected), strict=True):
         check_answer(place, column, answer)
     prompt = with_system(place, row, prompt) if schema.chat else prompt
     tools = tools_of(place, row["input"] if known.reader == "openai" else row, known.wraps_tools)
     about = len(prompt), tools, template_kwargs(place, row)
     return Pair(*(Conversation(place, (*prompt, *answer), *about) for answer in (chosen, rejected)))
+
+
+def _repeated(prompt: Turns, chosen: Turns, rejected: Turns) -> Turns:
+    """Return the turns with which both answers repeat the prompt, () if they do not.
+
+    Behind a system turn, or with other white space around it, it is the same prompt: distilabel writes such rows.
+    """
+    for begin in (prompt, chosen[:2], chosen[:1]):
+        same = begin == prompt or (
+            len(prompt) == 1
+            and [turn["role"] for turn in begin] == ["system", "user"][-len(begin) :]
+            and begin[-1]["content"].strip() == prompt[0]["content"].strip()
+        )
+        if same and chosen[: len(begin)] == rejected[: len(begin)] == begin:
+            return begin
+    return ()
 
 
 # prompt (None: both answers begin with it), better answer, worse answer, names of the answers
