@@ -95,10 +95,10 @@ class TextGenerator:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         own = self.recipe is None and not rendered  # whether the tokenizer decides
         encoded = self.tokenizer(list(texts), add_special_tokens=own)
-        begin = self.tokenizer.bos_token_id
-        if not own and not rendered and begin is not None:
+        begin, size = self.tokenizer.bos_token_id, self.model.config.get_text_config().vocab_size
+        if not own and not rendered and begin is not None and begin < size:  # others were added behind the model's back
             encoded = {"input_ids": [[begin, *row] for row in encoded["input_ids"]]}
-        encoded = self.tokenizer.pad(encoded, return_tensors="pt")
+        encoded = self.tokenizer.pad(encoded, padding=len(texts) > 1, return_tensors="pt")
         return {name: encoded[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
 
     def generate(self, encoded: dict[str, Tensor], options: GenerationOptions, streamer=None) -> list[tuple[str, bool]]:
