@@ -191,6 +191,7 @@ def state_problems(folder: Path) -> list[str]:
 FIXED = ("task", "seed", "optimizer.name", "optimizer.bf16_rounding", "embed.queue")
 # Recipe keys that change the rows.
 _OF_ROWS = ("data.", "tokenizer.", "batch.sequence_length", "batch.global_batch_size")
+_OF_ROWS += ("evaluate.path", "evaluate.split")  # with which no rows of the training data are held out
 # Recipe keys whose changes are not logged.
 SILENT = (
     *("output_dir", "data.cache_dir", "data.num_workers", "logging.every_steps", "logging.on_failure"),

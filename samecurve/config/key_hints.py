@@ -62,6 +62,7 @@ _HERE = {
     _SPREAD: "deepspeed fsdp deepspeed_config fsdp_config num_processes num_gpus",
 }
 _RENAMED = {theirs: ours for ours, names in _HERE.items() for theirs in names.split()}
+_NEVER = ("help", "fresh")  # nobody is to start over by a typing error
 # The key that is meant when a block is given as one value, in this order.
 _MAIN_KEYS = ("path", "name", "every_steps")
 
@@ -84,10 +85,12 @@ def block_as_value(key: str, value: Any, fields: list[str]) -> str:
 
 def near_option(message: str, parser: argparse.ArgumentParser) -> str:
     """The hint for argparse's message about unknown options: the nearest option of the parser for each, if any."""
-    known = [option for action in parser._actions for option in action.option_strings if action.dest != "help"]
-    given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-    near = (difflib.get_close_matches(option, known, n=1) for option in given)
-    return "".join(f"; did you mean {option}?" for options in near for option in options)
+    known = [option for action in parser._actions for option in action.option_strings if action.dest not in _NEVER]
+    hints = []
+    for option in (word.partition("=")[0] for word in message.split() if word.startswith("--")):
+        near = difflib.get_close_matches(option, known, n=1)
+        hints += [called_here(option[2:]) or "".join(f"; did you mean {known}?" for known in near)]
+    return "".join(hints)
 
 
 def near_file(path: str) -> str:

@@ -15,7 +15,7 @@ from samecurve.config.adapter_folder import settle_adapter
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.config.inheritance import apply_override
 from samecurve.config.key_hints import block_as_value, called_here
-from samecurve.config.paths import read_config_file, split_output_url, split_row_counts
+from samecurve.config.paths import expand_home, read_config_file, split_output_url, split_row_counts
 from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import AUTO
 from samecurve.config.source import ANY_ITEM, InvalidValue, RecipeSource, schema_paths
@@ -61,6 +61,7 @@ def read_recipe(
         apply_override(document, argument)
     settle_adapter(document)
     inheritance.settle_command_line(document)
+    expand_home(document)
     split_output_url(document)
     split_row_counts(document)
     read_config_file(document)

@@ -15,6 +15,11 @@ from samecurve.config.documents import Document, Finding, describe, read_documen
 from samecurve.storage.object_store import is_url, url_problem
 
 _MIXTURE = ("data", "mixture")
+_PATHS = (
+    *(((), "output_dir"), (("model",), "path"), (("model",), "config"), (("tokenizer",), "path")),
+    *((("data",), "path"), (("data",), "cache_dir"), (("evaluate",), "path"), (("adapter",), "path")),
+    (("distill",), "teacher"),
+)
 _COUNTED = re.compile(r"([^#]+)#(\d+)")
 _SPECIAL_FILES = {
     stat.S_IFIFO: "a FIFO (named pipe)",
@@ -38,6 +43,17 @@ def path_problem(path: str | Path) -> str:
         return ""
     kind = _SPECIAL_FILES.get(stat.S_IFMT(mode), "a special file")
     return f"is {kind}, which can be read only once; copy its content to a regular file and use that"
+
+
+def expand_home(document: Document) -> None:
+    """Replace a leading ~ of the recipe's paths by the home folder, which a shell does not do behind a `=`."""
+    mixture = document.get(*_MIXTURE)
+    blocks = [(document.get(*block), name) for block, name in _PATHS]
+    blocks += [(source, "path") for source in (mixture if isinstance(mixture, list) else ())]
+    for block, name in blocks:
+        path = block.get(name) if isinstance(block, dict) else None
+        if isinstance(path, str) and path.startswith("~"):
+            block[name] = os.path.expanduser(path)
 
 
 def split_row_counts(document: Document) -> None:

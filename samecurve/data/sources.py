@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shlex
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -172,7 +173,8 @@ class DataSource:
                         candidate.read("", row)
                         tried.add(row, candidate.columns_read(row))
                     candidate.refuse_lost_content(tried)
-                    hint = f"did you mean {' '.join(f'data.{key}={column}' for key, column in keys.items())}?"
+                    given = (f"data.{key}={shlex.quote(column)}" for key, column in keys.items())
+                    hint = f"did you mean {' '.join(given)}?"
                     break
         bad.check(num_rows, hint)
         self.refuse_lost_content(columns)

@@ -185,13 +185,16 @@ def _uses(model: PreTrainedModel) -> dict[int, int | Fraction]:
     config = model.config
     uses: dict[int, int | Fraction] = dict.fromkeys(map(id, model.parameters()), 1)
     if (total := num_experts(config)) > 1 and config.model_type in families("counted_experts"):
+        per_token = config.num_experts_per_tok
+        if isinstance(per_token, list):  # one for each layer, as HunYuan has them: the mean
+            per_token = Fraction(sum(per_token), len(per_token))
         for module in model.modules():
             own = list(module.parameters(recurse=False))
             adapted = hasattr(module, "parameter_name")  # peft's layer around a stack, with matrices of each expert
             own += [p for name, p in module.named_parameters() if adapted and name.startswith("lora_")]
             if adapted or any(p.ndim == 3 and len(p) == total for p in own):
                 # a fraction, because int() of the total would cut off a float that is rounded down
-                uses |= {id(p): Fraction(config.num_experts_per_tok, total) for p in own}
+                uses |= {id(p): Fraction(per_token, total) for p in own}
     if config.model_type == "albert":
         num_layers, num_groups = config.num_hidden_layers, config.num_hidden_groups
         of_group = Counter(int(index / (num_layers / num_groups)) for index in range(num_layers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -183,6 +183,8 @@ def _model_problems(request: PlanRequest, strategy: Strategy) -> list[tuple[str,
         "cp": families("context_parallel"),
         "ep": families("expert_parallel") if spreads else (),
     }
+    if dims.tp > 1:
+        problems += _indivisible(request, strategy, cuts_mlp=not spreads)
     for axis, names in known.items():
         if family and names and dims.size(axis) > 1 and family not in names:
             text = f"found {dims.size(axis)}, but a {family} is not among the families {', '.join(sorted(names))}"
@@ -191,6 +193,23 @@ def _model_problems(request: PlanRequest, strategy: Strategy) -> list[tuple[str,
             except ConfigurationError as error:
                 problems.append((axis, str(error)))
     return problems
+
+
+# Families whose layers gather whole activations under transformers' plan (5.23): features are cut there, and no heads.
+_GATHERING = ("phi3",)
+
+
+def _indivisible(request: PlanRequest, strategy: Strategy, cuts_mlp: bool) -> Iterator[tuple[str, str]]:
+    """Yield the sizes of the model that tensor parallelism cannot divide, as engines/tensor_parallel.check does."""
+    shape, size, gathers = request.shape, strategy.dims.tp, request.family in _GATHERING
+    heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+    counts = {"features": shape.hidden} if gathers else heads
+    counts |= {"ids of the vocabulary": shape.vocab} | ({"features of an MLP": shape.ffn} if cuts_mlp else {})
+    for name, count in counts.items():
+        if count % size:
+            yield "tp", f"found {size}, but the model has {count} {name}, which {size} does not divide"
+    if gathers and strategy.tp_sequence_parallel:
+        yield "tp", f"found sequence parallelism, but the layers of a {request.family} gather whole activations"
 
 
 def job(request: PlanRequest, strategy: Strategy, machines: Cluster) -> Job:

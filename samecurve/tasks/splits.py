@@ -157,6 +157,8 @@ def _refuse_few_rows(
             continue
         fix = explain_lost_documents(rows, corpus, validation_fraction)
         few = f"{len(rows)} training rows of batch.sequence_length={length} are fewer than"
+        if (documents := _counts_of(rows)["documents"]) >= num_wanted and recipe.data.packing:
+            fix = f", into which {documents} documents are packed; data.packing=false makes a row of each{fix}"
         if isinstance(train, MixedRows):
             problems.append(
                 f"data.mixture.{index}: {recipe.data.sources()[index].path}: {few} the {num_wanted} that its "

@@ -346,7 +346,7 @@ def test_the_first_hour_of(name, workspace, model_paths, tmp_path, capsys):
 def test_three_epochs_of_300_chats(workspace, model_paths, tmp_path, capsys):
     """The command of README.md; only the model, the data and the folder are others."""
     page = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    (line,) = re.findall(r"^python (train\.py .* epochs=3 .*)$", page, re.MULTILINE)
+    (line,) = re.findall(r"^python (train\.py recipes/sft\.yaml .* epochs=3 .*)$", page, re.MULTILINE)
     data, directory = tmp_path / "chats.jsonl", tmp_path / "three"
     replaced = {"model.path": model_paths[True], "data.path": data, "output_dir": directory}
     script, recipe, *given = shlex.split(line)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from samecurve.config.loader import load_recipe, read_recipe
 from samecurve.config.rules import in_steps
 from samecurve.config.schema import Batch
 from samecurve.errors import ConfigurationError
-from samecurve.strategy.resolve import resolve_plan
+from samecurve.strategy.resolve import command_line, resolve_plan
 
 R = ["r.yaml"]
 NO_SIZE = [*R, "tokenizer.vocabulary_size=null"]
@@ -254,7 +255,7 @@ CASES = [
     ("positions of a folder", {**r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./m"), "m/config.json": '{"n_positions": 8}'}, NO_SIZE, {},
      [("r.yaml:12", "batch.sequence_length", "64", "n_positions", "config.json", "8", "at most 8")]),
     ("model folder at home", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ~/nothing"), NO_SIZE, {},
-     [("r.yaml:5", "model.path", "no such folder", "~/nothing")]),
+     [("r.yaml:5", "model.path", "no such folder", os.path.expanduser("~/nothing"))]),
     ("model of an adapter", {**r("config: {model_type: llama, num_hidden_layers: 4}", "path: runs/lora/model"), "runs/lora/run.json": "{}", "runs/lora/model/adapter_config.json": '{"base_model_name_or_path": "org/base"}'}, NO_SIZE, {},
      [("r.yaml:5", "model.path", "runs/lora/model has no adapter_model.safetensors", "copy the whole folder")]),
     ("model folder", r("config: {model_type: llama, num_hidden_layers: 4}", "path: ./nothing"), NO_SIZE, {},
@@ -732,6 +733,35 @@ def test_epochs_become_steps(tmp_path, overrides, steps, evaluated, saved):
     typed = [*overrides, "batch.global_batch_size=8", "data.validation_fraction=0.1", "schedule.warmup_steps=1"]
     recipe = in_steps(load_recipe(str(tmp_path / "r.yaml"), typed), num_rows=43)
     assert (recipe.steps, recipe.evaluate.every_steps, recipe.checkpoint.every_steps) == (steps, evaluated, saved)
+
+
+def test_a_home_folder_is_found_in_every_path(tmp_path, monkeypatch):
+    """A shell does not replace the ~ behind a =, and a folder of this name invites `rm -r ~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows.txt").write_text("words")
+    (tmp_path / "more.txt").write_text("words")
+    mixture = "[{path: ~/rows.txt, weight: 1}, {path: ~/more.txt, weight: 2}]"
+    given = ["output_dir=~/runs/x", "data.path=~/rows.txt", "data.cache_dir=~/cache", "evaluate.path=~/rows.txt"]
+    made = load_recipe("recipes/quickstart.yaml", [*given, "data.validation_fraction=0"])
+    paths = (made.output_dir, made.data.path, made.data.cache_dir, made.evaluate.path)
+    assert paths == tuple(f"{tmp_path}/{name}" for name in ("runs/x", "rows.txt", "cache", "rows.txt"))
+    mixed = load_recipe("recipes/quickstart.yaml", ["data.path=null", f"data.mixture={mixture}"])
+    assert [source.path for source in mixed.data.sources()] == [f"{tmp_path}/rows.txt", f"{tmp_path}/more.txt"]
+
+
+@pytest.mark.parametrize(
+    ("option", "hint", "not_said"),
+    [
+        ("--num_train_epochs", "use epochs", "--num_processes"),
+        ("--fsdp", "", "--fresh"),
+        ("--num_proces", "did you mean --num_processes?", "--fresh"),
+    ],
+)
+def test_options_of_other_trainers_are_told_their_keys(option, hint, not_said):
+    with pytest.raises(ConfigurationError) as error:
+        command_line().parse_intermixed_args(["recipes/quickstart.yaml", option, "3"])
+    said = str(error.value).partition("usage")[0]
+    assert hint in said and not_said not in said
 
 
 @pytest.mark.parametrize(

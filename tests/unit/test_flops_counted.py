@@ -129,6 +129,14 @@ def test_mixtral_by_hand():
     assert agree(experts("mixtral"), 2 * matrices + 4 * 2 * 32 * 32)
 
 
+def test_active_experts_may_be_a_list_with_one_number_for_each_layer():
+    """As HunYuan's config has them."""
+    model = experts("hunyuan_v1_moe")
+    plain = token_flops(model, LENGTH, recompute=0)
+    model.config.moe_topk = [2] * model.config.num_hidden_layers
+    assert plain is not None and token_flops(model, LENGTH, recompute=0) == plain
+
+
 def encoder(family: str, **fields):
     config = AutoConfig.for_model(family)
     given = {name: size for name, size in (SIZES | FIELDS.get(family, {}) | fields).items() if hasattr(config, name)}

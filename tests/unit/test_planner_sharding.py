@@ -50,6 +50,26 @@ def counted(job: Job) -> dict[str, float]:
     return {f"{each.collective} of {each.content}": each.num_bytes for each in found}
 
 
+@pytest.mark.parametrize(
+    ("family", "tp", "said"),
+    [
+        ("qwen2", 8, ["28 attention heads", "4 key-value heads"]),
+        ("qwen2", 4, []),
+        ("phi3", 4, ["sequence parallelism, but the layers of a phi3 gather whole activations"]),
+    ],
+)
+def test_sizes_that_a_run_would_refuse_are_not_planned(family, tp, said, tmp_path):
+    """Qwen2.5-7B has 28 heads and 4 of keys and values."""
+    shape = {"model_type": family, "hidden_size": 3584, "num_hidden_layers": 2, "num_attention_heads": 28}
+    shape |= {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(shape))
+    sizes = {"tp": tp, "tp_sequence": True}
+    _, problems = strategies.describe(inputs.read(str(path), []), read("configs/fsdp_tp.yaml"), sizes, 8)
+    found = [problem.text for problem in problems]
+    assert len(found) == len(said) and all(text in line for line, text in zip(found, said, strict=True)), found
+
+
 def test_replicas_of_shards_are_summed(tmp_path):
     """HSDP on 8 ranks of two nodes: a quarter of the gradients goes over the network, twice as in an all-reduce."""
     across = a_job(strategy=strategy(8, zero=3, shard=4), stack="fsdp2", gpus_per_node=4, node_gbit=1)

@@ -145,6 +145,10 @@ def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
             "lower one of the two",
         ),
         (
+            {"batch": {"global_batch_size": 3, "sequence_length": 4096}},
+            "batch.global_batch_size=3, into which 40 documents are packed; data.packing=false makes a row of each",
+        ),
+        (
             {"batch": {"global_batch_size": 32, "sequence_length": 64}},
             "; batch.global_batch_size=4 would be about 4 steps per epoch, and 14 would be 1",
         ),
@@ -156,6 +160,7 @@ def test_training_and_evaluation_batches_of_a_real_task(tmp_path, packing):
     ],
 )
 def test_too_little_data(tmp_path, change, message):
+    """Of rows that are packed, the message says of how many documents they are made."""
     with pytest.raises(DataError) as caught:
         registry.load_task(made(tmp_path, **change))
     assert message in str(caught.value)
