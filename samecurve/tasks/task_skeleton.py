@@ -33,11 +33,11 @@ def skeleton_of(recipe: Recipe, task: Task) -> PreTrainedModel:
 def _highest_id(task: Task) -> int:
     """Return the highest id in the task's rows, and of their padding; that of the tokenizer for a stream."""
     highest = 0
-    for rows in filter(None, (task.train, task.validation)):
-        for part in getattr(rows, "parts", (rows,)):
+    for rows in (task.train, task.validation):
+        for part in getattr(rows, "parts", (rows,)) if rows is not None else ():
             if not hasattr(part, "stream"):
                 return task.vocabulary_size - 1
             tokens, highest = part.stream.tokens, max(highest, part.padding_token)
             starts = range(0, len(tokens), _BLOCK)
-            highest = max(highest, *(int(tokens[start : start + _BLOCK].max()) for start in starts))
+            highest = max([highest, *(int(tokens[start : start + _BLOCK].max()) for start in starts)])
     return highest

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from samecurve.config.schema import Adapter, Model, Optimizer, Tokenizer
+from samecurve.data.datasets.streaming import StreamRows
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.inference import loading
 from samecurve.models import quantized
@@ -21,7 +22,7 @@ from samecurve.models.weight_files import read, weight_files
 from samecurve.models.weights import ModelDescription, describe, kept_tensors, load_weights
 from samecurve.planner import model_shape
 from samecurve.specs.heads import Head
-from samecurve.tasks.task_skeleton import skeleton_of
+from samecurve.tasks.task_skeleton import _highest_id, skeleton_of
 
 LLAMA = {
     "model_type": "llama",
@@ -247,6 +248,10 @@ def test_added_tokens_without_a_row_of_the_embedding_may_not_be_in_the_data(toke
     else:
         with pytest.raises(DataError, match="tokenizer has 65 ids, but the model's embedding holds 64"):
             skeleton_of(recipe(path=str(tmp_path)), task)
+    rows.stream.tokens = np.array([], np.uint16)  # nothing is held out
+    assert (_highest_id(task) < 64) is (padding < 64)
+    task.train = StreamRows.__new__(StreamRows)  # of which nobody knows the length
+    assert _highest_id(task) == 64
 
 
 def test_a_model_without_layers_to_quantize_is_refused():
