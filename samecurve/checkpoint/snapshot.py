@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Taken = tuple[list[Entry], Generator[Tensor, None, None]]
 WHOLE, BUFFER = "whole", "buffer"
-"""Prefixes of the tensors that rank 0 saves whole. Of these only an update could make a value that is not finite."""
+"""Prefixes of the tensors that rank 0 saves whole. They may hold what is not finite, as a mask of -inf does."""
 
 
 class Snapshot:

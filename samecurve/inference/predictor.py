@@ -259,11 +259,7 @@ class Embedder(Predictor):
             return self.recipe.embed.pooling
         path = self.folder / "1_Pooling" / "config.json"
         modes = read_record(path).optional(ConfigurationError, "restore it")
-        names: dict[str, Pooling] = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
-        for key, name in names.items():
-            if modes.get(key):
-                return name
-        return "mean"
+        return contrastive.stated_pooling(modes)
 
     @cached_property
     def encoder(self) -> ExampleEncoder:

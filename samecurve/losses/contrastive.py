@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -13,6 +13,15 @@ from samecurve.config.schema import Pooling
 
 # Number of anchors, and of similarities, that are in memory at a time.
 _ANCHORS, _SIMILARITIES = 1024, 2**24
+
+
+def stated_pooling(modes: Mapping[str, object]) -> Pooling:
+    """Return what a sentence-transformers folder's 1_Pooling/config.json says; the mean where it says nothing else."""
+    names: dict[str, Pooling] = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+    for key, name in names.items():
+        if modes.get(key):
+            return name
+    return "mean"
 
 
 def pool(states: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:

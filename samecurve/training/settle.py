@@ -23,6 +23,7 @@ from samecurve.checkpoint.resume import read_state
 from samecurve.config.rules import in_steps
 from samecurve.engines import factory
 from samecurve.errors import CheckpointError, ConfigurationError
+from samecurve.losses.contrastive import stated_pooling
 from samecurve.metrics.meter import device_memory_bytes
 from samecurve.models.weight_files import commit_of
 from samecurve.specs.gpus import GIB
@@ -81,8 +82,7 @@ def settle_pooling(context: Context) -> Context:
         if "pooling" in recipe.embed.model_fields_set:
             return recipe.embed.pooling
         modes = _sentence_file(path, revision, "1_Pooling/config.json", {"*": object}) or {}
-        names = {"cls_token": "cls", "lasttoken": "last"}
-        return next((name for key, name in names.items() if modes.get(f"pooling_mode_{key}")), recipe.embed.pooling)
+        return stated_pooling(modes)
 
     pooling = context.world.on_main(choose)
     if pooling != recipe.embed.pooling:
