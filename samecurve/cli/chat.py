@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from samecurve.cli.commands import Subcommand, add_trust_argument
+from samecurve.cli.commands import Subcommand, add_precision_argument, add_trust_argument
 from samecurve.errors import ConfigurationError
 from samecurve.inference import generation
 
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_new_tokens", type=int, default=512, metavar="N", help="most tokens of an answer (default: %(default)s)"
     )
     generation.add_sampling_arguments(parser, default_temperature=0.7)
+    add_precision_argument(parser)
     add_trust_argument(parser)
 
 

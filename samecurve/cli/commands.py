@@ -22,6 +22,7 @@ from samecurve.config.key_hints import near_option
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.specs.data_names import is_import_path
 from samecurve.specs.environment import train_script
+from samecurve.specs.precision import DTYPES
 from samecurve.storage import terminal, trusted_code
 from samecurve.storage.atomic import known_cause
 from samecurve.strategy import preflight
@@ -160,6 +161,14 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the Python files that come with the model; they can do anything (default: only code that a training "
         "of yours ran by model.trust_remote_code)",
+    )
+
+
+def add_precision_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--precision",
+        choices=tuple(DTYPES),
+        help="the precision of the weights and of the computation (default: fp32 on a CPU; on a GPU the run's precision, bf16 if unknown)",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from samecurve.cli.commands import Subcommand, add_trust_argument
+from samecurve.cli.commands import Subcommand, add_precision_argument, add_trust_argument
 from samecurve.inference import generation
 
 MAX_NEW_TOKENS = 120
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     most = "most tokens to generate (default: %(default)s)"
     parser.add_argument("--max_new_tokens", type=int, default=MAX_NEW_TOKENS, metavar="N", help=most)
     generation.add_sampling_arguments(parser, default_temperature=0.5)
+    add_precision_argument(parser)
     add_trust_argument(parser)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from samecurve.cli.commands import Subcommand, add_trust_argument, require_positive
+from samecurve.cli.commands import Subcommand, add_precision_argument, add_trust_argument, require_positive
 from samecurve.data.formats import read_rows, read_text
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.specs.data_names import table_kind
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = "write one JSON object per text, with all numbers, to this file; - for standard output"
     parser.add_argument("--json", metavar="FILE", help=text)
+    add_precision_argument(parser)
     add_trust_argument(parser)
 
 

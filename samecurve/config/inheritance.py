@@ -43,6 +43,15 @@ ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
     *((epochs, steps) for steps, epochs in UNITS),
 )
 _RATE: KeyPath = ("optimizer", "learning_rate")
+# What recipes for a small model from scratch set otherwise than fine-tuning does.
+_SCRATCH_SIZES: tuple[KeyPath, ...] = (
+    ("precision",),
+    ("steps",),
+    ("batch", "global_batch_size"),
+    ("batch", "sequence_length"),
+    ("schedule", "warmup_ratio"),
+    ("schedule", "warmup_steps"),
+)
 
 
 def merge_over_base(below: Document, document: Document) -> Document:
@@ -82,6 +91,13 @@ def settle_command_line(document: Document) -> None:
         usual = f"; {rates} is usual for {weights} a pretrained one (task {task})" if rates else ""
         rate = document.get(*_RATE)
         document.notes.append(f"optimizer.learning_rate: {rate} of {place} was for a model from scratch{usual}")
+    sizes = [f"{'.'.join(path)} {document.get(*path)}" for path in _SCRATCH_SIZES if _is_from_scratch(document, path)]
+    if sizes:
+        document.notes.append(f"also of a recipe for a model from scratch: {', '.join(sizes)}; give what does not suit")
+
+
+def _is_from_scratch(document: Document, path: KeyPath) -> bool:
+    return document.get(*path) is not None and document.place(path).file in document.scratch_files
 
 
 def _replace(document: Document, given: set[KeyPath]) -> list[str]:

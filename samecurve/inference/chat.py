@@ -19,7 +19,8 @@ COMMANDS = {"/system TEXT": "set the system prompt", "/reset": "begin a new conv
 
 def run(arguments: argparse.Namespace, options: GenerationOptions, piped: str | None) -> int:
     """Run the command `chat`. `piped` is the standard input if it is not a terminal, which gets a single answer."""
-    generator = load_generator(arguments.run, trust_remote_code=arguments.trust_remote_code)
+    trusts, precision = arguments.trust_remote_code, arguments.precision
+    generator = load_generator(arguments.run, trust_remote_code=trusts, precision=precision)
     if not generator.chat:
         plain = bool(generator.tokenizer.chat_template)
         why = "was trained on plain text, not on chats" if plain else "has no chat template"

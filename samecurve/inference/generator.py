@@ -132,20 +132,26 @@ class TextGenerator:
 
 
 def load_generator(
-    run: Path, raw: bool = False, untrained: bool = False, trust_remote_code: bool = False
+    run: Path,
+    raw: bool = False,
+    untrained: bool = False,
+    trust_remote_code: bool = False,
+    precision: str | None = None,
 ) -> TextGenerator:
     """Load the model of a run or folder on the GPU, else on the CPU.
 
     Args:
         raw: never treat prompts as turns of a chat, but as text to continue.
         untrained: the weights with which the run began, from its recipe's seed.
+        precision: see `loading.inference_dtype`.
 
     Raises:
         ConfigurationError: if the model is not a causal language model; with `untrained`, if its run is not known or
             began from the weights of another model.
     """
     folder, recipe = find_generative_model(run)
-    model, tokenizer = loading.load_with_tokenizer(folder, trust_remote_code=trust_remote_code)
+    dtype = loading.inference_dtype(precision, recipe)
+    model, tokenizer = loading.load_with_tokenizer(folder, trust_remote_code=trust_remote_code, dtype=dtype)
     if untrained:
         if recipe is None or recipe.model.path:
             start = f"began from {recipe.model.path}; generate with that" if recipe else "is not known"
@@ -165,7 +171,8 @@ def load_generator(
 
 
 def run(arguments: argparse.Namespace, options: GenerationOptions) -> int:
-    generator = load_generator(arguments.run, arguments.raw, arguments.untrained, arguments.trust_remote_code)
+    trusts = arguments.trust_remote_code
+    generator = load_generator(arguments.run, arguments.raw, arguments.untrained, trusts, arguments.precision)
     prompt = default_prompt(generator) if arguments.prompt is None else arguments.prompt
     text = sample(generator, prompt, arguments.system, options, arguments.seed)
     if directory := run_directory(arguments.run):

@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from samecurve.config.adapter_folder import base_path
+from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.inference.folders import ran_own_code
@@ -24,6 +25,7 @@ from samecurve.models import lora
 from samecurve.models.hf_config import check_sizes, find_class, kind_of_stored, without_pooler
 from samecurve.models.weight_files import fingerprint, indexed_files, weight_files
 from samecurve.specs.heads import CAUSAL, TITLES, Head
+from samecurve.specs.precision import torch_dtype
 from samecurve.storage import trusted_code
 from samecurve.storage.checksums import check_checksums
 from samecurve.storage.records import read_record
@@ -46,16 +48,20 @@ def check_base_model(run: Path, base: str) -> None:
 
 
 def load_with_tokenizer(
-    folder: Path, head: Head | None = None, attention: str | None = None, trust_remote_code: bool = False
+    folder: Path,
+    head: Head | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model in fp32, with its adapter if the folder holds one, and its tokenizer. See `load_model`."""
+    """Load the model, with its adapter if the folder holds one, and its tokenizer. See `load_model`."""
     base = _base_path(folder, trust_remote_code)
     if base is not None:
         check_checksums(Path(base))
     tokenizer = load_tokenizer(folder, trust_remote_code)
     if base is None:
-        return load_model(str(folder), head, attention, trust_remote_code), tokenizer
-    model = load_model(base, head, attention, trust_remote_code, folder)
+        return load_model(str(folder), head, attention, trust_remote_code, dtype=dtype), tokenizer
+    model = load_model(base, head, attention, trust_remote_code, folder, dtype)
     from peft import PeftModel  # slow to import, and noisy unless `load_model` ran before it
 
     with warnings.catch_warnings():
@@ -105,14 +111,16 @@ def load_model(
     attention: str | None = None,
     trust_remote_code: bool = False,
     adapter: Path | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Load a whole model in fp32 on the CPU.
+    """Load a whole model on the CPU.
 
     Args:
         head: expected head; default: causal language model.
         attention: as model.attention in a recipe.
         trust_remote_code: run the model's own code even if it is not in the user's list.
         adapter: folder of an adapter that will be added, and may contain the head.
+        dtype: of the weights.
 
     Raises:
         ConfigurationError: if there is no model, or one with another head, whose weights would be drawn at random, or
@@ -130,7 +138,7 @@ def load_model(
     with _loading(path, "the model"):
         loaded: Any = model_class.from_pretrained(  # annotated as the model alone, without the loading info
             path,
-            dtype=torch.float32,
+            dtype=dtype,
             output_loading_info=True,
             trust_remote_code=trusted_code.allows(trust_remote_code, path),
             **more,
@@ -139,7 +147,7 @@ def load_model(
     if hasattr(config, "quantization_config"):
         model._weight_conversions = None  # save_pretrained would quantize again (transformers 5.23)
         for parameter in model.parameters():  # those beside quantized ones have their stored dtype (transformers 5.23)
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(dtype)
     missing = set(info["missing_keys"]) - (lora.stored_tensor_names(adapter) if adapter else set())
     if missing:
         names = ", ".join(sorted(missing)[:3])
@@ -226,6 +234,12 @@ def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
 def default_device() -> torch.device:
     """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def inference_dtype(precision: str | None, recipe: Recipe | None) -> torch.dtype:
+    """Return the dtype of `precision`; default: fp32 on a CPU, on a GPU the precision of the run, bf16 if unknown."""
+    usual = "fp32" if default_device().type == "cpu" else recipe.precision if recipe else "bf16"
+    return torch_dtype(precision or usual)
 
 
 def to_default_device(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,7 +21,8 @@ MOST_TABLE_ROWS = 10  # for more texts, only the nearest one of each is printed
 
 
 def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
-    predictor = load_predictor(arguments.run, arguments.prompt, arguments.top_k, arguments.trust_remote_code)
+    trusts = arguments.trust_remote_code
+    predictor = load_predictor(arguments.run, arguments.prompt, arguments.top_k, trusts, arguments.precision)
     batches = iter(lambda: list(islice(sources, arguments.batch_size)), [])
     predictions = chain.from_iterable(map(predictor.predict, batches))
     if arguments.json and arguments.json != "-":

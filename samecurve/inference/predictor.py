@@ -273,7 +273,7 @@ class Embedder(Predictor):
 
     def decode(self, output: Any, inputs: dict[str, Tensor], texts: Sequence[EncodedText]) -> list[dict[str, Any]]:
         mask = inputs["attention_mask"].to(self.model.device)
-        pooled = contrastive.pool(output.last_hidden_state, mask, self.pooling)
+        pooled = contrastive.pool(output.last_hidden_state.float(), mask, self.pooling)
         return [{"embedding": row} for row in torch.nn.functional.normalize(pooled, dim=-1).tolist()]
 
 
@@ -322,11 +322,16 @@ def _encoded(encoder: ExampleEncoder, example: Example) -> EncodedText:
 
 
 def load_predictor(
-    run: Path, prompt: str | None = None, top: int | None = None, trust_remote_code: bool = False
+    run: Path,
+    prompt: str | None = None,
+    top: int | None = None,
+    trust_remote_code: bool = False,
+    precision: str | None = None,
 ) -> Predictor:
     """Load the predictor for the model of a run or folder.
 
-    `prompt` is for reward models, `top`, the candidates per mask, for masked language models; others take None.
+    `prompt` is for reward models, `top`, the candidates per mask, for masked language models; others take None. For
+    `precision` see `loading.inference_dtype`.
 
     Raises:
         ConfigurationError: for a generative model, and for an option that the model does not use.
@@ -349,5 +354,6 @@ def load_predictor(
     recipe, base = folders.known_recipe(run), base_path(folder)
     if directory and base:
         loading.check_base_model(directory, base)
-    model, tokens = loading.load_with_tokenizer(folder, head, trust_remote_code=trust_remote_code)
+    dtype = loading.inference_dtype(precision, recipe)
+    model, tokens = loading.load_with_tokenizer(folder, head, trust_remote_code=trust_remote_code, dtype=dtype)
     return classes[kind](folder, loading.to_default_device(model), tokens, recipe, prompt, TOP if top is None else top)

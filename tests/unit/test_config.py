@@ -597,6 +597,8 @@ FROM_SCRATCH = (
                 "model.path replaces model.config of r.yaml",
                 "model.path replaces tokenizer.vocabulary_size of r.yaml",
                 FROM_SCRATCH,
+                "also of a recipe for a model from scratch: precision bf16, steps 10, batch.global_batch_size 8, "
+                "batch.sequence_length 64; give what does not suit",
             ],
         ),
         (["model={path: m}"], ["model.path replaces tokenizer.vocabulary_size of r.yaml", FROM_SCRATCH]),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
@@ -24,8 +25,8 @@ from transformers import (
 )
 
 from samecurve.cli import commands
-from samecurve.config.schema import Data
-from samecurve.inference import predictor
+from samecurve.config.schema import Data, Recipe
+from samecurve.inference import loading, predictor
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 NAMES = {0: "cold", 1: "mild", 2: "warm"}
@@ -85,6 +86,14 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
+def numbers(answer) -> list[float]:
+    """All numbers of predictions, in order."""
+    if isinstance(answer, float):
+        return [answer]
+    parts = answer.values() if isinstance(answer, dict) else answer if isinstance(answer, list) else ()
+    return [number for part in parts for number in numbers(part)]
+
+
 def predicted(capsys, *arguments) -> list[dict]:
     assert commands.main(["predict", *map(str, arguments)]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -137,6 +146,32 @@ def test_fillers_are_what_transformers_says_and_hide_the_space(folders, capsys):
     for mask, other in zip(found["masks"], expected, strict=True):
         assert [each["probability"] for each in mask] == pytest.approx([each["score"] for each in other], rel=1e-4)
         assert [each["token"] for each in mask] == [each["token_str"].strip() for each in other]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"causal"}))
+def test_bf16_is_near_fp32(kind, folders, capsys):
+    arguments = (folders[kind], "--prompt", "is it?") if kind == "reward" else (folders[kind],)
+    texts = [f"{text} [MASK]" for text in TEXTS] if kind == "mlm" else TEXTS
+    exact, rounded = (
+        np.array(numbers(predicted(capsys, *arguments, "--precision", precision, *texts)))
+        for precision in ("fp32", "bf16")
+    )
+    assert 0 < np.abs(exact - rounded).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("device", "recipe", "dtype"),
+    [
+        ("cpu", "bf16", torch.float32),
+        ("cuda", "bf16", torch.bfloat16),
+        ("cuda", "fp32", torch.float32),
+        ("cuda", None, torch.bfloat16),
+    ],
+)
+def test_the_default_precision(device, recipe, dtype, monkeypatch):
+    monkeypatch.setattr(loading, "default_device", lambda: torch.device(device))
+    recipe = Recipe.model_construct(precision=recipe) if recipe else None
+    assert loading.inference_dtype(None, recipe) == dtype and loading.inference_dtype("fp16", recipe) == torch.float16
 
 
 def test_a_score_is_of_the_whole_conversation(folders, tmp_path, capsys):
