@@ -33,7 +33,7 @@ from samecurve.specs.precision import DTYPES
 from samecurve.specs.tasks import TASKS
 
 HUB_KEYS = ("data.split", "data.config", "data.revision")
-_ROW_KEYS = ("data.ignore_columns", "data.bad_rows")
+_FILE_KEYS = ("data.pattern", "data.max_samples", "data.format", "data.ignore_columns", "data.bad_rows")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,14 +106,14 @@ def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Re
         )
     if not columns:
         return recipe
-    known = [*columns_of(recipe.task), *_ROW_KEYS, *(HUB_KEYS if of_the_hub else ())]
+    known = [*columns_of(recipe.task), *_FILE_KEYS, *(HUB_KEYS if of_the_hub else ())]
     document = Document("the run's recipe", recipe.model_dump(mode="json"))
     document.content["data"] |= {"config": None, "revision": None}  # those of the data that were trained on
     for argument in columns:
         apply_override(document, argument)
         key = argument.partition("=")[0]
         if key not in known and not document.problems:
-            document.problem((key,), f"not a key that task {recipe.task} reads; use one of {', '.join(known)}")
+            document.problem((key,), f"not a key of DATA for task {recipe.task}; use one of {', '.join(known)}")
     if document.problems:
         raise ConfigurationError(format_problems(document.problems))
     return recipes.validate_recipe(document)

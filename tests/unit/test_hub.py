@@ -308,8 +308,10 @@ def test_a_data_set_is_measured_by_its_split(tmp_path, monkeypatch):
     trained = loader.load_recipe("r.json")
     with pytest.raises(ConfigurationError, match="org/name: no split given for a data set of the hub"):
         evaluate.with_columns(trained, "org/name", [])
-    with pytest.raises(ConfigurationError, match="data.split: not a key that task pretrain reads"):
+    with pytest.raises(ConfigurationError, match="data.split: not a key of DATA for task pretrain"):
         evaluate.with_columns(trained, "mine.jsonl", ["data.split=test"])
+    some = evaluate.with_columns(trained, "mine", ["data.pattern=*.txt", "data.max_samples=3", "data.bad_rows=drop"]).data
+    assert (some.pattern, some.max_samples, some.bad_rows) == ("*.txt", 3, "drop")
     chosen = evaluate.with_columns(trained, "org/name", ["data.split=test", "data.config=b"])
     found = evaluate.with_evaluation_data(chosen, tmp_path, "org/name")
     assert found.evaluation.model_dump() == found.data.model_dump()

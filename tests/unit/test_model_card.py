@@ -288,7 +288,7 @@ def test_a_run_without_evaluation_says_so(run):
         (["evaluate", "RUN", "data.text_column=body"], "found in the place of DATA; give DATA first"),
         (
             ["evaluate", "RUN", "my.jsonl", "data.chosen_column=a"],
-            "the run's recipe: data.chosen_column: not a key that task pretrain reads; use one of data.text_column",
+            "the run's recipe: data.chosen_column: not a key of DATA for task pretrain; use one of data.text_column",
         ),
         (["evaluate", "RUN", "my.jsonl", "data.text_column={"], "data.text_column: invalid YAML"),
         (["export", "RUN/model/nothing"], "no run here (no run.json)"),
