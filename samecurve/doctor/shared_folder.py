@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from samecurve.doctor.findings import Finding, failed
 from samecurve.errors import ConfigurationError, StorageError
 from samecurve.storage.file_lock import lock_folder
-from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.filesystem import LocalFileSystem, appears
 
-PATIENCE_SECONDS = 10.0  # NFS shows another host's new names after at most acdirmin, 30 s by default, mostly at once
+PATIENCE_SECONDS = 10.0
 
 
 class SharedFolder:
@@ -46,12 +45,8 @@ class SharedFolder:
 
     def follow(self) -> str:
         """Look at the folder from another host. Returns what is wrong, "" if nothing is."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (self.path / "whole").exists():
-            if time.monotonic() > deadline:
-                return "what the first host writes is not seen here"
-            os.listdir(self.path.parent if self.path.parent.exists() else ".")  # makes NFS ask the server
-            time.sleep(0.1)
+        if not appears(self.path / "whole", PATIENCE_SECONDS):
+            return "what the first host writes is not seen here"
         if (self.path / "partial").exists():
             return "a renamed file still has its old name here"
         try:

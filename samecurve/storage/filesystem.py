@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import count
@@ -153,6 +154,20 @@ class LocalFileSystem:
     def free_bytes(self, folder: Path) -> int:
         # some network file systems and FUSE mounts report 0: unknown. A full disk refuses the first write.
         return shutil.disk_usage(folder).free or UNKNOWN_BYTES
+
+
+def appears(path: Path, seconds: float) -> bool:
+    """Whether a file that another host has written is seen here within that time.
+
+    NFS shows another host's new names after at most acdirmin, 30 s by default, mostly at once.
+    """
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        os.listdir(path.parent if path.parent.exists() else ".")  # makes NFS ask the server
+        time.sleep(0.1)
+    return True
 
 
 def make_durable_folder(path: Path) -> None:

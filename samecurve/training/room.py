@@ -1,7 +1,9 @@
-"""The space that a run needs on its disks, beside what is there."""
+"""What a run needs of its disks before it trains: one folder for all hosts, and space."""
 
 from __future__ import annotations
 
+import socket
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,12 +11,42 @@ from typing import TYPE_CHECKING, NamedTuple
 from samecurve.checkpoint.commit import SPARE_BYTES
 from samecurve.errors import StorageError
 from samecurve.specs.gpus import GIB
+from samecurve.storage.atomic import storage_errors
 from samecurve.storage.cache import cache_folder
-from samecurve.storage.filesystem import UNKNOWN_BYTES
+from samecurve.storage.filesystem import UNKNOWN_BYTES, appears
 from samecurve.strategy.preflight import existing_parent
 
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
+    from samecurve.distributed.control_group import ControlGroup
+
+PATIENCE_SECONDS = 40.0
+
+
+def check_shared(world: ControlGroup, folder: Path) -> None:
+    """Raise StorageError on all ranks if one does not see what rank 0 writes into the run directory. Collective.
+
+    A rank on another host would write its part of a checkpoint where nobody reads it.
+    """
+    if world.size == 1:
+        return
+    mark = folder / f".shared-{world.broadcast(uuid.uuid4().hex[:8])}"
+
+    def make() -> None:
+        with storage_errors(mark):
+            mark.touch()
+
+    world.on_main(make)
+    seen = appears(mark, PATIENCE_SECONDS)
+    blind = world.conclude("" if seen else socket.gethostname(), lambda hosts: sorted({*hosts} - {""}))
+    if world.is_main:
+        mark.unlink(missing_ok=True)
+    if blind:
+        where = f"{', '.join(blind[:3])}{f' and {len(blind) - 3} more' if blind[3:] else ''}"
+        raise StorageError(
+            f"output_dir: what rank 0 writes into {folder.absolute()} is not seen on {where}; set output_dir to a folder "
+            "that all hosts mount, or mount it there"
+        )
 
 
 class Need(NamedTuple):

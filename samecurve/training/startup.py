@@ -69,6 +69,7 @@ def open_session(plan: Plan, accelerator: Accelerator, run: RunDirectory, watch:
     recipe = plan.recipe
     progress = Progress(recipe.steps, recipe.logging.every_steps, enabled=accelerator.is_main_process)
     context = Context(plan, accelerator, run, watch, ControlGroup(), progress)  # all ranks have connected by now
+    room.check_shared(context.world, run.path)
     context, built, checkpoints = prepare(context)
     engine = build_engine(context, built)
     start = restore(context, engine, checkpoints)

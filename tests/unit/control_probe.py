@@ -25,8 +25,9 @@ from samecurve.checkpoint import commit  # noqa: E402
 from samecurve.checkpoint.manifest import file_name  # noqa: E402
 from samecurve.checkpoint.resume import CheckpointSelector  # noqa: E402
 from samecurve.distributed.control_group import ControlGroup, StopVote  # noqa: E402
-from samecurve.errors import DataError  # noqa: E402
+from samecurve.errors import DataError, StorageError  # noqa: E402
 from samecurve.storage.filesystem import LocalFileSystem  # noqa: E402
+from samecurve.training import room  # noqa: E402
 
 SIZE, LAST_STEP, SLOW_STEP, SLOW_SECONDS = 3, 9, 2, 1.0
 ASKS = {1: 5, 2: 4}  # the step from which on a rank asks to stop
@@ -88,6 +89,16 @@ def problems(world: ControlGroup, folder: Path, case: str) -> list[str]:
     return CheckpointSelector(seen.parent, {}, world, print, DISK).problems(seen)
 
 
+def unshared(world: ControlGroup, folder: Path) -> str:
+    """What check_shared says where `folder` of rank 2 is another one."""
+    room.PATIENCE_SECONDS = 0.3
+    try:
+        room.check_shared(world, folder)
+    except StorageError as error:
+        return str(error)
+    return ""
+
+
 def rank(number: int, port: int, folder: Path) -> None:
     os.environ |= {"RANK": str(number), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"LOCAL_RANK": str(number % 2), "GLOO_SOCKET_IFNAME": "lo"}  # ranks 0 and 2 are the first of hosts
@@ -108,6 +119,7 @@ def rank(number: int, port: int, folder: Path) -> None:
     }
     for case in ("good", "damaged", "without a manifest", "two folders"):
         found[case] = problems(world, folder, case)
+    found["shared"] = [unshared(world, folder), unshared(world, folder / ("elsewhere" if number == 2 else "good"))]
     (folder / f"{number}.json").write_text(json.dumps(found))
     dist.barrier()
 

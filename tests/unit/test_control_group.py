@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,13 @@ def test_all_ranks_find_the_same_problems_of_a_checkpoint(ranks):
         assert [text.split(": ")[0] for text in found["damaged"]] == ["rank_00001.safetensors"]
         assert found["without a manifest"] == ["manifest.json: expected a file, found no such file"]
         assert found["two folders"][-1].startswith("manifest.json differs between machines; output_dir has to be")
+
+
+def test_a_run_directory_that_one_rank_does_not_share(ranks):
+    for found in ranks:
+        assert found["shared"][0] == ""
+        assert found["shared"][1].startswith("output_dir: what rank 0 writes into ")
+        assert f" is not seen on {socket.gethostname()}; set " in found["shared"][1]
 
 
 def test_a_single_process_stops_after_this_very_step():
