@@ -226,7 +226,7 @@ NAMES = {
 NEEDED = ("layers", "hidden", "heads", "vocab")
 TWO_MATRICES = (
     *("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "gpt_bigcode"),
-    *("nemotron", "persimmon", "arcee", "apertus", "codegen", "biogpt", "gpt_neox_japanese"),
+    *("nemotron", "persimmon", "arcee", "apertus", "codegen", "biogpt", "gpt_neox_japanese", "jais2", "nanochat"),
     *("bert", "roberta", "xlm-roberta", "camembert", "electra", "mpnet"),
 )
 # Defaults of transformers' classes where a config leaves them out. Other families do not tie by default.
@@ -242,12 +242,16 @@ OTHER_LAYERS = {
     "kv_lora_rank": "latent attention",
     "n_shared_experts": "shared experts",
     "num_shared_experts": "shared experts",
+    "moe_num_shared_experts": "shared experts",
     "shared_expert_intermediate_size": "shared experts",
     "shared_intermediate_size": "shared experts",
     "interleave_moe_layer_step": "dense layers between mixtures of experts",
     "mlp_only_layers": "dense layers between mixtures of experts",
     "linear_num_key_heads": "linear attention",
     "mamba_d_state": "state-space layers",
+    "conv_L_cache": "convolutions",
+    "kv_channels": "mixtures of attention",
+    "hidden_size_per_layer_input": "embeddings for each layer",
 }
 
 

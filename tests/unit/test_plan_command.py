@@ -400,6 +400,7 @@ def test_bad_arguments(config, arguments, message, capsys):
         (json.dumps({**CONFIG, "num_hidden_layers": None}), "num_hidden_layers or n_layer is missing"),
         (json.dumps(CONFIG | {"kv_lora_rank": 512}), "kv_lora_rank: the formulas do not cover latent attention"),
         (json.dumps(CONFIG | {"n_shared_experts": 1}), "n_shared_experts: the formulas do not cover shared experts"),
+        (json.dumps(CONFIG | {"conv_L_cache": 3}), "conv_L_cache: the formulas do not cover convolutions"),
     ],
 )
 def test_a_config_that_the_formulas_do_not_cover(content, message, tmp_path, capsys):
