@@ -33,7 +33,7 @@ _SCHEMA = {
     **{key: COUNT for key in ("step", "updates", "samples")},
     "meter": {"average?": float, "weight?": float},
     "record": {"step?": COUNT, "loss?": (float, None), "recompilations?": COUNT, "*": object},
-    "stopping?": {"metric?": str, "value?": float, "step?": COUNT, "evaluations_since?": COUNT},
+    "stopping?": {"metric?": str, "value?": (float, None), "step?": COUNT, "evaluations_since?": COUNT},
     "anchor?": {"block?": COUNT, "start?": COUNT, "sources?": [{"block": COUNT, "start": COUNT}], "*": _POSITIVE},
     "loss_scale": ({"value": float, "good_steps": COUNT, "deepspeed?": {"*": float}}, {"*": ()}),
     "generators": dict,

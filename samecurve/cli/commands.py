@@ -168,7 +168,7 @@ def add_precision_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision",
         choices=tuple(DTYPES),
-        help="the precision of the weights and of the computation (default: fp32 on a CPU; on a GPU the run's precision, bf16 if unknown)",
+        help="of the weights and the computation (default: fp32 on a CPU; on a GPU the run's, bf16 if unknown)",
     )
 
 

@@ -128,6 +128,11 @@ class RunDirectory:
         self._failures = count_failures(last, last_step(self.path))
         check_repeated_failures(self._failures, last, os.environ)
         self.continues = bool(list_checkpoints(LocalFileSystem(), self.checkpoints)) and not fresh
+        if links := sorted(path.name for path in self.checkpoints.glob("step_*") if path.is_symlink()):
+            raise CheckpointError(
+                f"{self.checkpoints}: {', '.join(links)} is a link, and links are not followed; move the folder itself "
+                "there, or remove the link"
+            )
         # What `begin` will move, and stacks/; for status.json see `_move`. Move checkpoints first, or a kill in between
         # would let the next start resume from them. Move run.json last, because without it the rest does not look like
         # a run's files.

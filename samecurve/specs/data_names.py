@@ -93,7 +93,9 @@ def address(path: str) -> Address | None:
 TABLES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv"}
 TABLES |= {".arrow": "arrow"}  # what save_to_disk of datasets writes
 COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
-TEXTS = frozenset(".txt .text .md .mdx .markdown .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split())
+TEXTS = frozenset(
+    ".txt .text .md .mdx .markdown .rst .tex .html .xml .py .c .h .cc .cpp .rs .go .java .js .ts .sh .sql".split()
+)
 
 
 def table_kind(file: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ class EarlyStopping:
     """Counts the evaluations since the best value of checkpoint.best, or of eval_loss without one.
 
     Attributes:
-        state: saved in each checkpoint, so that a resumed run goes on counting: the metric, its best value, the
+        state: saved in each checkpoint, so that a resumed run goes on counting: the metric, its best finite value, the
             step of that, and the number of evaluations since. {} before the first evaluation.
         is_over: whether the run has to end.
     """
@@ -79,20 +80,25 @@ class EarlyStopping:
     def evaluated(self, step: int, metrics: dict[str, float]) -> str:
         """Count an evaluation, also without a patience, which a later session may have.
 
+        A value that is not finite is not better than any. A task of one's own may not have the metric.
+
         Returns:
             The line to print if it ends the run, "" otherwise.
         """
-        value = metrics[self._metric]
-        best = self.state.get("value", value)
-        gain = best - value if BETTER[self._metric] == "lower" else value - best
-        if not self.state or gain > self._recipe.evaluate.min_improvement:  # False for nan, too
+        value, best = metrics.get(self._metric), self.state.get("value")
+        if value is None:
+            return ""
+        gain = value - (value if best is None else best)
+        gain = -gain if BETTER[self._metric] == "lower" else gain
+        if math.isfinite(value) and (best is None or gain > self._recipe.evaluate.min_improvement):
             self.state |= {"metric": self._metric, "value": value, "step": step, "evaluations_since": 0}
         else:
-            self.state["evaluations_since"] += 1
+            self.state |= {"metric": self._metric, "evaluations_since": self.state.get("evaluations_since", 0) + 1}
         return self.describe() if self.is_over else ""
 
     def describe(self) -> str:
         """Say why the run is over."""
-        count, best = self.state["evaluations_since"], f"{self.state['value']:.6g} at step {self.state['step']}"
+        count, value = self.state["evaluations_since"], self.state.get("value")
+        best = "any finite number" if value is None else f"{value:.6g} at step {self.state['step']}"
         times = "evaluation was" if count == 1 else f"{count} evaluations were"
         return f"early stopping (evaluate.patience): the last {times} not better than {self._metric} {best}"

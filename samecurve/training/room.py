@@ -44,8 +44,8 @@ def check_shared(world: ControlGroup, folder: Path) -> None:
     if blind:
         where = f"{', '.join(blind[:3])}{f' and {len(blind) - 3} more' if blind[3:] else ''}"
         raise StorageError(
-            f"output_dir: what rank 0 writes into {folder.absolute()} is not seen on {where}; set output_dir to a folder "
-            "that all hosts mount, or mount it there"
+            f"output_dir: what rank 0 writes into {folder.absolute()} is not seen on {where}; set output_dir to a "
+            "folder that all hosts mount, or mount it there"
         )
 
 

@@ -235,6 +235,10 @@ class Session:
         if reason is not None:
             kind, text = reason
             watch.phase("save", here.step)
+            if self.guard.is_pending:
+                self.checkpoints.wait()
+                saved = f"not saved after step {here.step}, which was refused; the same command resumes from the newest"
+                raise kind(f"{text}: {saved} checkpoint")
             self.checkpoints.secure(self.engine, here)
             self._upload_what_is_there()
             raise kind(f"{text}: saved after step {here.step}; the same command resumes from there")

@@ -271,45 +271,6 @@ def test_classes_have_the_names_that_the_data_set_gives_their_numbers(tmp_path):
     assert [example.label for example in replace(source, names=names).documents()] == ["pos", "neg"]
 
 
-def test_classes_have_the_names_that_the_data_set_gives_their_numbers(tmp_path):
-    """In its order, and also one without a row; of word labels, too."""
-    classes, kinds = datasets.ClassLabel(names=["neg", "pos", "any"]), datasets.ClassLabel(names=["O", "B-PER"])
-    features = datasets.Features({"text": datasets.Value("string"), "label": classes, "ner_tags": datasets.List(kinds)})
-    rows = [{"text": "a", "label": 1, "ner_tags": [1, 0]}, {"text": "b", "label": 0, "ner_tags": [0]}]
-    split = hub.Split("own/name", "default", "train", NEW, datasets.Dataset.from_list(rows, features=features))
-    assert split.class_names("ner_tags") == ("O", "B-PER") and split.class_names("text") == ()
-    source = ExampleSource("own/name", (split,))
-    names = class_names(source, tmp_path)
-    assert names == ("neg", "pos", "any")
-    assert [example.label for example in replace(source, names=names).documents()] == ["pos", "neg"]
-
-
-def test_classes_have_the_names_that_the_data_set_gives_their_numbers(tmp_path):
-    """In its order, and also one without a row; of word labels, too."""
-    classes, kinds = datasets.ClassLabel(names=["neg", "pos", "any"]), datasets.ClassLabel(names=["O", "B-PER"])
-    features = datasets.Features({"text": datasets.Value("string"), "label": classes, "ner_tags": datasets.List(kinds)})
-    rows = [{"text": "a", "label": 1, "ner_tags": [1, 0]}, {"text": "b", "label": 0, "ner_tags": [0]}]
-    split = hub.Split("own/name", "default", "train", NEW, datasets.Dataset.from_list(rows, features=features))
-    assert split.class_names("ner_tags") == ("O", "B-PER") and split.class_names("text") == ()
-    source = ExampleSource("own/name", (split,))
-    names = class_names(source, tmp_path)
-    assert names == ("neg", "pos", "any")
-    assert [example.label for example in replace(source, names=names).documents()] == ["pos", "neg"]
-
-
-def test_classes_have_the_names_that_the_data_set_gives_their_numbers(tmp_path):
-    """In its order, and also one without a row; of word labels, too."""
-    classes, kinds = datasets.ClassLabel(names=["neg", "pos", "any"]), datasets.ClassLabel(names=["O", "B-PER"])
-    features = datasets.Features({"text": datasets.Value("string"), "label": classes, "ner_tags": datasets.List(kinds)})
-    rows = [{"text": "a", "label": 1, "ner_tags": [1, 0]}, {"text": "b", "label": 0, "ner_tags": [0]}]
-    split = hub.Split("own/name", "default", "train", NEW, datasets.Dataset.from_list(rows, features=features))
-    assert split.class_names("ner_tags") == ("O", "B-PER") and split.class_names("text") == ()
-    source = ExampleSource("own/name", (split,))
-    names = class_names(source, tmp_path)
-    assert names == ("neg", "pos", "any")
-    assert [example.label for example in replace(source, names=names).documents()] == ["pos", "neg"]
-
-
 CONTENT = {
     "output_dir": "run",
     "steps": 2,
@@ -349,7 +310,8 @@ def test_a_data_set_is_measured_by_its_split(tmp_path, monkeypatch):
         evaluate.with_columns(trained, "org/name", [])
     with pytest.raises(ConfigurationError, match="data.split: not a key of DATA for task pretrain"):
         evaluate.with_columns(trained, "mine.jsonl", ["data.split=test"])
-    some = evaluate.with_columns(trained, "mine", ["data.pattern=*.txt", "data.max_samples=3", "data.bad_rows=drop"]).data
+    keys = ["data.pattern=*.txt", "data.max_samples=3", "data.bad_rows=drop"]
+    some = evaluate.with_columns(trained, "mine", keys).data
     assert (some.pattern, some.max_samples, some.bad_rows) == ("*.txt", 3, "drop")
     chosen = evaluate.with_columns(trained, "org/name", ["data.split=test", "data.config=b"])
     found = evaluate.with_evaluation_data(chosen, tmp_path, "org/name")

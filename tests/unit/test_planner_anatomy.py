@@ -286,9 +286,7 @@ def test_a_profile_has_at_most_a_dozen_constants():
     assert len(Profile.__dataclass_fields__) <= 12
 
 
-@pytest.mark.parametrize(
-    "family", "llama gpt2 qwen3 gemma2 mixtral qwen3_moe falcon starcoder2 jais2 nanochat".split()
-)
+@pytest.mark.parametrize("family", "llama gpt2 qwen3 gemma2 mixtral qwen3_moe falcon starcoder2 jais2 nanochat".split())
 def test_parameters_are_those_of_transformers(family):
     """Also where the config leaves out what the family has by default: tied embeddings, the width of a head."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")

@@ -244,6 +244,16 @@ def test_checkpoints_are_not_left_behind_without_being_told_to(resume, tmp_path)
     assert told == before | {"refused_start": told["refused_start"]}
 
 
+def test_a_checkpoint_that_is_a_link_is_told(tmp_path):
+    """It would not be listed, and the run would begin anew beside it."""
+    interrupted_run(tmp_path / "run")
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        folder.rename(tmp_path / folder.name)
+        folder.symlink_to(tmp_path / folder.name)
+    with pytest.raises(CheckpointError, match="step_00000002, .* links are not followed; move the folder itself"):
+        RunDirectory(tmp_path / "run", resume="auto")
+
+
 def test_starting_over_moves_checkpoints_aside(tmp_path):
     interrupted_run(tmp_path)
     run = RunDirectory(tmp_path, resume="none", fresh=True)

@@ -180,6 +180,29 @@ def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path, monkeypatc
     assert len(calls) == 10 and not folder.exists()
 
 
+def a_session(engine, checkpoints, lines, is_pending, **parts) -> Session:
+    context = SimpleNamespace(
+        world=ControlGroup(),
+        progress=SimpleNamespace(log=lines.append),
+        watch=SimpleNamespace(phase=lambda *_: None, watchdog=SimpleNamespace(cause=lambda: None), requested="SIGTERM"),
+        recipe=SimpleNamespace(checkpoint=SimpleNamespace(mirror=None), steps=9),
+    )
+    parts |= {"context": context, "engine": engine, "checkpoints": checkpoints, "stop_vote": StopVote(context.world)}
+    parts["guard"] = SimpleNamespace(is_pending=is_pending)
+    return Session(**dict.fromkeys(Session.__dataclass_fields__) | parts)
+
+
+@pytest.mark.parametrize("is_pending", [False, True])
+def test_a_request_to_stop_does_not_save_refused_steps(is_pending, engine, make):
+    checkpoints = make()
+    parts = {"batches": SimpleNamespace(lost_worker=""), "early_stopping": SimpleNamespace(is_over=False)}
+    session = a_session(engine, checkpoints, [], is_pending, **parts)
+    says = "SIGTERM: not saved after step 3, which was refused" if is_pending else "SIGTERM: saved after step 3"
+    with pytest.raises(Preempted, match=says):
+        session.stop_if_asked(TrainProgress(step=3, updates=3, samples=24))
+    assert [step_of(folder) for folder in checkpoints._run.checkpoints.glob("step_*")] == [3] * (not is_pending)
+
+
 @pytest.mark.parametrize(
     ("error", "whole", "is_pending", "saves"),
     [
@@ -196,27 +219,11 @@ def test_a_disk_that_takes_its_time_is_not_taken_for_a_hang(tmp_path, monkeypatc
 def test_an_error_between_steps_saves_first(engine, make, error, whole, is_pending, saves, monkeypatch):
     checkpoints, lines = make(), []
     checkpoints.resumable_at = TrainProgress(step=3, updates=3, samples=24) if whole else None
-    context = SimpleNamespace(
-        world=ControlGroup(),
-        progress=SimpleNamespace(log=lines.append),
-        watch=SimpleNamespace(phase=lambda *_: None, watchdog=SimpleNamespace(cause=lambda: None)),
-        recipe=SimpleNamespace(checkpoint=SimpleNamespace(mirror=None)),
-    )
-    nothing = dict.fromkeys(Session.__dataclass_fields__)
-    session = Session(
-        **nothing
-        | {
-            "context": context,
-            "engine": engine,
-            "checkpoints": checkpoints,
-            "guard": SimpleNamespace(is_pending=is_pending),
-            "stop_vote": StopVote(context.world),
-        }
-    )
+    session = a_session(engine, checkpoints, lines, is_pending)
     with pytest.raises(type(error), match=str(error)), session.saving():
         raise error
     assert [step_of(folder) for folder in checkpoints._run.checkpoints.glob("step_*")] == [3] * saves
-    context.watch.watchdog.cause = lambda: "rank 1 died"
+    session.context.watch.watchdog.cause = lambda: "rank 1 died"
     monkeypatch.setattr(checkpoints, "secure", lambda *_: pytest.fail("the other rank never comes"))
     with pytest.raises(type(error)), session.saving():
         raise error
