@@ -189,7 +189,7 @@ def _ranks_of_gradient(proof: Proof, run: Run, given: Watch, name: str) -> list[
         share = sum(records[step]["losses"]) / sum(other["losses"])  # a rank may divide by the labels of all
         values = [share * value for value in other["local"][name]]
         differences.append(distance(records[step]["local"].get(name, [0.0] * len(values)), values))
-    return [rank for rank, difference in enumerate(differences) if difference > 0.1 * max(differences)]
+    return [rank for rank, difference in enumerate(differences) if difference >= 0.1 * max(differences)]
 
 
 def _of_rows(proof: Proof, verdict: Verdict, known: Place) -> Place:

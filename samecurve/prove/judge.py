@@ -54,7 +54,9 @@ class Run:
         return min(map(len, self.ranks), default=0)
 
     def rows(self, step: int) -> Counter[str]:
-        return Counter(row for rank in self.ranks for row in rank[step]["rows"])
+        """Rows that the model was given; where it is given none to be seen, their places in the data set."""
+        rows = Counter(row for rank in self.ranks for row in rank[step]["rows"])
+        return rows or Counter(f"row:{row}" for rank in self.ranks for part in rank[step]["indices"] for row in part)
 
     def loss(self, step: int) -> float:
         """The objective whose gradient the ranks average."""
@@ -101,7 +103,8 @@ def drop_copies(ranks: list[list[Record]]) -> None:
             for number, (loss, rows, other_loss, other_rows) in enumerate(of_both):
                 if rows and rows == other_rows and loss == 0 != other_loss:
                     record["indices"][number] = []
-                    record["rows"].remove(next(row for row in record["rows"] if row in other["rows"]))
+                    for row in [row for row in record["rows"] if row in other["rows"]][:1]:
+                        record["rows"].remove(row)
 
 
 class Finding(NamedTuple):
@@ -160,6 +163,8 @@ class Differences:
 
 def bound(rounding: float) -> float:
     """Return from where a relative difference counts, given that of the same rows in another order."""
+    if not math.isfinite(rounding):
+        return LEAST  # what is not a number explains none
     return LEAST + min(ROUNDING_FACTOR * rounding, max(MOST, 2 * rounding))
 
 
@@ -175,10 +180,14 @@ def why_not_compared(rounding: Differences) -> str:
 
 
 def distance(one: Sequence[float], other: Sequence[float], least: float = 0.0) -> float:
-    """Return the difference of two sketched tensors, relative to the larger norm, or to `least` if that is more."""
+    """Return the difference of two sketched tensors, relative to the larger norm, or to `least` if that is more.
+
+    Infinite if a number is NaN.
+    """
     size = max(one[0], other[0], least)
     squares = sum((a - b) ** 2 for a, b in zip(one[1:], other[1:], strict=True)) / (len(one) - 1)
-    return math.sqrt(squares) / size if size else 0.0
+    difference = math.sqrt(squares) / size if size else 0.0
+    return math.inf if math.isnan(difference) else difference
 
 
 def data_findings(run: Run, natural: Run) -> Iterator[Finding]:
@@ -308,22 +317,38 @@ def logged_findings(run: Run, reference: Run, rounding: Differences) -> Iterator
     """Compare what was logged of evaluations, in its order."""
     step = len(run) - 1
     bound = max(rounding.bound("loss", step), rounding.bound("weights", step))
-    for ours, theirs in zip(run.values("log"), reference.values("log"), strict=False):
-        for name in ours.keys() & theirs.keys():
-            is_measured = name.startswith(("eval", "val", "test")) and not name.endswith(("_runtime", "_per_second"))
-            if is_measured and not relative(ours[name], theirs[name]) <= bound:
+    measured, expected = _evaluations(run), _evaluations(reference)
+    if [log.keys() for log in measured] != [log.keys() for log in expected]:
+        text = f"{len(measured)} evaluations, in one process {len(expected)}, or other names of what they measure"
+        yield Finding("logged", len(run), text)
+        return
+    for ours, theirs in zip(measured, expected, strict=True):
+        for name in ours:
+            if not relative(ours[name], theirs[name]) <= bound:
                 text = f"{name} is {ours[name]:.6g}, in one process {theirs[name]:.6g}; rounding explains {bound:.1e}"
                 yield Finding("logged", len(run), f"{text}: batches have the same weight, or rows count twice")
                 return
 
 
+def _evaluations(run: Run) -> list[dict[str, float]]:
+    """Return what is logged of each evaluation, without times."""
+    begin, end = ("eval", "val", "test"), ("_runtime", "_per_second")
+    logs = (
+        {name: value for name, value in log.items() if name.startswith(begin) and not name.endswith(end)}
+        for log in run.values("log")
+    )
+    return [log for log in logs if log]
+
+
 def why_nothing_is_shown(reference: Run) -> str:
     """Return why agreement with this run would show nothing; "" if it does."""
     records = reference.ranks[0]
+    if hidden := [step for step in range(len(records)) if not reference.rows(step)]:
+        return f"no row can be seen in step {hidden[0] + 1}: neither in the model's inputs nor by its place in the data"
     norm = max((math.hypot(*(values[0] for values in record["gradients"].values())) for record in records), default=0)
     if norm < LEAST_NORM:
         return f"all gradients are below {LEAST_NORM:g}: this model learns nothing, and any strategy agrees with it"
-    if len(records) > 1 and records[0]["weights"] == records[-1]["weights"]:
+    if all(records[0]["start"].get(name) == values for name, values in records[-1]["weights"].items()):
         return "no weight moves: each learning rate is 0, or the optimizer has other weights than the model"
     return ""
 

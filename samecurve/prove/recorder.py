@@ -7,7 +7,6 @@ gather them together.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
@@ -34,6 +32,7 @@ from samecurve.accelerator.trackers import Trackers
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.prove.masks import Masks, apart
 from samecurve.prove.modules import Modules, sketch
+from samecurve.prove.rows import rows_of
 
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -250,39 +249,6 @@ class Recorder:
                 with gather([weight]):
                     sketches[name] = sketch(name, _whole(weight))
         return sketches
-
-
-def rows_of(args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """Hash each row of a model's inputs, tensors whose first size is the batch's, as "name:hash ..." of them.
-
-    Padding does not count.
-    """
-    mask = kwargs.get("attention_mask")
-    leaves = [(path, leaf) for path, leaf in tree_flatten_with_path((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    leaves = [(path, leaf) for path, leaf in leaves if leaf.ndim and not leaf.requires_grad and leaf is not mask]
-    size = leaves[0][1].shape[0] if leaves else 0
-    leaves = [(path, leaf) for path, leaf in leaves if leaf.shape[0] == size]
-    positions, hashes = kwargs.get("position_ids"), []
-    answers = kwargs.get("labels") if "decoder_input_ids" in kwargs else None  # padded by themselves
-    for index in range(size):
-        starts = [0]  # of texts that are packed into a row
-        if isinstance(positions, Tensor) and positions.ndim == 2 and len(positions) == size:
-            starts = [*dict.fromkeys([0, *(positions[index] == 0).nonzero().flatten().tolist()])]
-        for start, stop in zip(starts, [*starts[1:], None], strict=True):
-            parts = []
-            for path, leaf in leaves:
-                row, name = leaf[index], keystr(path[1:]).strip("[]'")
-                if isinstance(answers, Tensor) and name in ("labels", "decoder_input_ids"):
-                    row = row[: max((answers[index] != IGNORE_INDEX).nonzero().flatten().tolist(), default=-1) + 1]
-                elif mask is not None and mask.ndim > 1 and mask.shape == leaf.shape:
-                    row = row[start:stop][mask[index][start:stop].bool()]
-                elif isinstance(positions, Tensor) and positions.shape == leaf.shape:
-                    row = row[start:stop]
-                values = row.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # NumPy has no bfloat16
-                digest = hashlib.blake2b(values.numpy().tobytes(), digest_size=6)
-                parts.append(f"{name}:{digest.hexdigest()}")
-            hashes.append(" ".join(parts))
-    return hashes
 
 
 class Batches(Sampler):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import UserDict
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -31,7 +34,9 @@ from samecurve.prove.judge import (
     why_not_compared,
     why_nothing_is_shown,
 )
-from samecurve.prove.recorder import Batches, Reading, rows_of, sketch
+from samecurve.prove.modules import sketch
+from samecurve.prove.recorder import Batches, Reading
+from samecurve.prove.rows import rows_of
 
 
 def test_distance_of_sketches_is_that_of_tensors():
@@ -70,6 +75,28 @@ def test_padding_of_answers_does_not_change_a_row():
     assert rows[0] != rows_of((), {"input_ids": text, "attention_mask": text > 0, **long})
 
 
+@dataclass
+class Batch:
+    """As scripts have of their own."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [UserDict, lambda batch: Batch(**batch), lambda batch: [UserDict(given=batch)]])
+def test_rows_are_seen_inside_of_what_a_model_is_given(kind):
+    ids = torch.tensor([[5, 6, 0], [7, 8, 9]])
+    rows = rows_of((kind({"input_ids": ids, "attention_mask": ids > 0}),), {})
+    short = {"input_ids": ids[:1, :2], "attention_mask": ids[:1, :2] > 0}
+    assert len({*rows}) == 2 and rows[:1] == rows_of((kind(short),), {})
+
+
+def test_inputs_that_a_script_differentiates_are_rows():
+    points = torch.randn(3, 2, requires_grad=True)
+    assert len(rows_of((points,), {})) == 3
+    assert rows_of((points * 2, torch.nn.Parameter(torch.ones(3))), {}) == []  # values of weights, which differ
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_batches_of_several_processes_become_one(drop_last):
     batches = Batches(BatchSampler(SequentialSampler(range(11)), 2, drop_last), 2)
@@ -106,7 +133,7 @@ def step(
         "clip": clip,
         "rates": [*rates],
         "weights": {"first": [1.0] * 9, "second": [weight] * 9},
-        "start": {},
+        "start": {"first": [1.0] * 9, "second": [1.0] * 9},
         "end": {},
         "masks": [],
         "apart": (0.0, ""),
@@ -174,6 +201,30 @@ def test_planted_difference_is_named(different, kind, text):
     assert text in judged(different)[0].text
 
 
+def test_hidden_rows_are_known_by_their_places_in_the_data_set():
+    hidden = {"rows": []}
+    alone, same, apart = (
+        run(*([step() | hidden | {"indices": [[*places]]}] for places in of_ranks))
+        for of_ranks in ([range(4)], [(0, 1), (2, 3)], [(0, 1), (0, 1)])
+    )
+    assert [*data_findings(same, alone)] == []
+    (finding,) = data_findings(apart, alone)
+    assert finding.kind == "rows" and "2 of 4 rows are read twice" in finding.text
+    assert why_nothing_is_shown(run([step(), MOVED | hidden])) == ""
+    unknown = run([step(), MOVED | hidden | {"indices": [[]]}])
+    assert why_nothing_is_shown(unknown).startswith("no row can be seen in step 2")
+
+
+@pytest.mark.parametrize("names", [("gradients",), ("weights",), ("gradients", "weights")])
+def test_a_number_that_is_nan_is_a_difference(names):
+    broken = run([step(), MOVED | {name: {"first": [1.0] * 9, "second": [math.nan] * 9} for name in names}])
+    nothing, itself = (Differences.between(one, ALONE) for one in (ALONE, broken))
+    for rounding in (nothing, itself):
+        assert {finding.kind for finding in found_in(broken, rounding)} >= {*names}
+    again = Differences.between(broken, broken)
+    assert {finding.kind for finding in findings(broken, "ddp", broken, again, again)} == {*names}
+
+
 @pytest.mark.parametrize(("loss", "rows"), [(0.0, 1), (1.0, 2)])
 def test_a_copied_row_without_weight_is_no_row(loss, rows):
     ranks = [[step(rows=["a"], losses=[loss])], [step(rows=["a"])]]
@@ -201,13 +252,18 @@ def test_other_trained_weights_are_named():
 
 @pytest.mark.parametrize(
     ("records", "text"),
-    [([step(gradient=0.0), MOVED], ""), ([step(), step()], "no weight moves")],
+    [
+        ([step(gradient=0.0), MOVED], ""),
+        ([step(), step()], "no weight moves"),
+        ([step()], "no weight moves"),
+        ([MOVED], ""),
+    ],
 )
 def test_a_dead_model_shows_nothing(records, text):
-    assert why_nothing_is_shown(run(records)).startswith(text)
-    for record in records:
-        record["gradients"] = {"first": [1e-9] * 9}
-    assert "learns nothing" in why_nothing_is_shown(run(records))
+    said = why_nothing_is_shown(run(records))
+    assert said.startswith(text) and bool(said) == bool(text)
+    still = [record | {"gradients": {"first": [1e-9] * 9}} for record in records]
+    assert "learns nothing" in why_nothing_is_shown(run(still))
 
 
 def test_an_export_without_weights_is_named(tmp_path):

@@ -125,3 +125,22 @@ def test_an_evaluation_that_differs_is_named(value, is_named):
 
     seen = [*logged_findings(logged(value), logged(0.5), Differences())]
     assert [finding.kind for finding in seen] == ["logged"] * is_named
+
+
+LOSS = {"eval_loss": 0.5}
+TRAINED = {"loss": 2.0, "eval_runtime": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_named"),
+    [
+        ([TRAINED, LOSS], [LOSS, TRAINED], False),  # only what is measured has an order
+        ([TRAINED], [TRAINED, LOSS], True),
+        ([LOSS, LOSS], [LOSS], True),
+        ([LOSS], [LOSS | {"eval_accuracy": 0.5}], True),
+        ([TRAINED, {"eval_loss": 0.6}], [{"eval_loss": 0.5}, TRAINED], True),
+    ],
+)
+def test_an_evaluation_that_one_of_both_logs_is_named(ours, theirs, is_named):
+    runs = [Run("run", [[step()]], [{"event": "log", "value": log} for log in logs]) for logs in (ours, theirs)]
+    assert [finding.kind for finding in logged_findings(*runs, Differences())] == ["logged"] * is_named
