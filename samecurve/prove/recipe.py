@@ -234,7 +234,6 @@ class Proof:
             _judge_curves(verdict, run.curves, ("resume", "resume"), (self.expected, self.rounding), where)
             # the export, read back, beside the reference's weights; the run has compared its logits itself
             weights = self.weights_of(run.directory / "model")
-            verdict.largest["export"] = None
             if same := _VERIFIED.search(run.log.read_text(encoding="utf-8")):
                 verdict.largest["export"] = float(same[1])
             if names := sorted(weights.keys() ^ self.expected.weights.keys()):

@@ -22,7 +22,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from samecurve.prove import script
+from samecurve.prove import recipe, script
 from samecurve.prove.exported import _saved_name, export_problem
 from samecurve.prove.judge import (
     Differences,
@@ -281,6 +281,31 @@ def test_an_adapters_weights_have_the_names_that_peft_saves(options):
     model = peft.get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)), config)
     trained = {_saved_name(name) for name, weight in model.named_parameters() if weight.requires_grad}
     assert trained == peft.get_peft_model_state_dict(model).keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "largest"),
+    [("export reloaded by transformers 5: logits differ by at most 1e-6 (allowed: 1e-3)", "PASS", 1e-6)]
+    + [("export not verified", "not judged", None)],
+)
+def test_an_export_that_nothing_verifies_is_not_judged(line, status, largest, tmp_path):
+    """As that of a quantized model."""
+    (tmp_path / "log").write_text(f"loading\n{line}\n")
+    job, curves = script.ALONE, recipe.Curves([1.0], [1.0], {"w": torch.ones(2)}, first=recipe.STEPS)
+    expected = recipe.Curves([1.0] * recipe.STEPS, [1.0] * recipe.STEPS, curves.weights)
+    proof = recipe.Proof.__new__(recipe.Proof)
+    proof.__dict__.update(
+        train=lambda *_, **__: recipe.Outcome(job, tmp_path, tmp_path / "log", curves, {}),
+        weights_of=lambda _: curves.weights,
+        _judge_rows=lambda *_: None,
+        expected=expected,
+        start={"w": torch.zeros(2)},
+        rounding=Differences(),
+    )
+    verdict = recipe.Verdict(job)
+    proof.judge_resume(verdict, recipe.Outcome(job, tmp_path, tmp_path / "log", curves, {}))
+    assert verdict.status("weights") == "PASS"
+    assert (verdict.status("export"), verdict.largest.get("export")) == (status, largest)
 
 
 def test_a_script_sees_no_gpu(monkeypatch):
