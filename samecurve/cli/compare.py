@@ -145,7 +145,8 @@ def verdict(outcomes: Sequence[Outcome], tolerance: float, precision: str = "fp3
         ends = [record.get("loss") for record in (next(iter(history.records)), history.last)]
         curve = " -> ".join("none" if value is None else f"{value:.4f}" for value in ends)
         # without the first step, which includes start-up costs
-        first = {key: history.ends[key][0] if history.num_steps > 1 else 0 for key in ("tokens", "step_seconds")}
+        read = "tokens" if outcome.run.get("counts", "tokens") == "tokens" else "input_tokens"
+        first = {key: history.ends[key][0] if history.num_steps > 1 else 0 for key in (read, "step_seconds")}
         tokens, seconds = (history.totals[key] - value for key, value in first.items())
         memory = max(value for _, value in history.curves["peak_memory_gib"] if value is not None)  # of rank 0
         facts = [outcome.job.name, outcome.run["engine"], str(outcome.run["world_size"]), curve]
@@ -198,12 +199,18 @@ def why_nothing_moves(outcome: Outcome, tolerance: float) -> str:
 def largest_differences(outcome: Outcome, reference: Outcome) -> tuple[float, float]:
     """Return the largest relative differences of loss and gradient norm over the steps.
 
-    They are infinite if a step or a value is missing or is 0 / 0.
+    They are infinite if a step or a value is missing or is 0 / 0. The norm is that of steps which are not skipped by
+    both: gradients beyond the range of fp16 have none.
     """
     largest = {"loss": -1.0, "grad_norm": -1.0}
-    for record, expected in zip_longest(*(iterate_metrics(side.directory) for side in (outcome, reference))):
+    for records in zip_longest(*(iterate_metrics(side.directory) for side in (outcome, reference))):
+        ours, theirs = (record or {} for record in records)
+        skips = ours.get("skipped_steps") and ours["skipped_steps"] == theirs.get("skipped_steps")
         for key in largest:
-            difference = relative_difference((record or {}).get(key), (expected or {}).get(key))
+            values = ours.get(key), theirs.get(key)
+            if key == "grad_norm" and skips and values == (None, None):
+                continue
+            difference = relative_difference(*values)
             largest[key] = math.inf if difference is None else max(largest[key], difference)
     loss, norm = (value if value >= 0 else math.inf for value in largest.values())
     return loss, norm

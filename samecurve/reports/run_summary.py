@@ -76,7 +76,7 @@ def results(run: Run) -> dict[str, str]:
             rows[label] = NOT_KNOWN if value is None else number(value)
     if history.last:
         seconds, saved = (history.totals.get(name, 0) for name in ("step_seconds", "save_stall_seconds"))
-        rows["tokens"] = number(history.totals.get("tokens", 0))
+        rows[run.facts.get("counts", "tokens")] = number(history.totals.get("tokens", 0))
         rows["time in steps"] = duration(seconds)
         # medians, which the slow first step of a session does not affect
         for name, label, shown in (

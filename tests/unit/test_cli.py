@@ -378,7 +378,13 @@ def test_no_job_outlives_the_comparison(number, code, tmp_path):
 
 
 def outcome(folder, name, losses, norms=None, reason="", refused=False, rate=1e-3, skipped=0):
-    facts = {"tokens": 100, "peak_memory_gib": 1.5, "learning_rate": rate, "skipped_steps": skipped}
+    facts = {
+        "tokens": 100,
+        "input_tokens": 1000,
+        "peak_memory_gib": 1.5,
+        "learning_rate": rate,
+        "skipped_steps": skipped,
+    }
     columns = zip(losses, norms or [1.0] * len(losses), [10.0, 1.0, 3.0], strict=False)
     lines = JsonlFile(folder / name / "metrics.jsonl")
     lines.path.parent.mkdir()
@@ -425,6 +431,24 @@ def test_table_by_hand(tmp_path):
 def test_agreement(others, agree, tmp_path):
     outcomes = [outcome(tmp_path, f"run {index}", **other) for index, other in enumerate(others)]
     assert compare.verdict([outcome(tmp_path, "single", [6.0, 5.0, 4.0]), *outcomes], 1e-5)[1] is agree
+
+
+@pytest.mark.parametrize(
+    ("norms", "skipped", "agree"),
+    [([None, 1.0, 1.0], 1, True), ([None, 1.0, 1.0], 2, False), ([1.0] * 3, 1, False), ([1.0, None, 1.0], 1, False)],
+)
+def test_a_step_that_the_loss_scale_skips_has_no_norm(norms, skipped, agree, tmp_path):
+    """Its gradients exceed the range of fp16, and metrics.jsonl has null."""
+    both = [("single", [None, 1.0, 1.0], 1), ("ddp", norms, skipped)]
+    outcomes = [outcome(tmp_path, name, [6.0, 5.0, 4.0], norms, skipped=number) for name, norms, number in both]
+    assert compare.verdict(outcomes, 2e-3, "fp16")[1] is agree
+
+
+def test_the_tokens_of_a_task_that_counts_pairs_are_those_read(tmp_path):
+    one = outcome(tmp_path, "single", [6.0, 5.0, 4.0])
+    one.run["counts"] = "pairs"
+    text, _ = compare.verdict([one], 1e-5)
+    assert "| 500 " in text and "| 50 " not in text
 
 
 @pytest.mark.parametrize(

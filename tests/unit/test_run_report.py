@@ -232,6 +232,12 @@ def test_two_runs_and_what_differs(run, tmp_path, capsys):
     assert "|loss of B / loss of A - 1|" in plots(page)
 
 
+def test_what_a_task_counts_has_its_name(run, capsys):
+    written(run, "run.json", FACTS | {"counts": "pairs"})
+    page = made(capsys, run)
+    assert row(page, "pairs") == ["400"] and "<th>tokens<td>" not in page
+
+
 def test_many_runs_share_the_plots(run, tmp_path, capsys):
     for name, rate in (("b", 2e-3), ("c", 3e-3)):
         written(tmp_path / name, "run.json", FACTS | {"recipe": {"optimizer": {"learning_rate": rate}}})
