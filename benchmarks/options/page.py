@@ -47,7 +47,7 @@ def shown(found: dict) -> str:
             f"{each['lowest']:.2f} to {each['highest']:.2f}",
             f"{each['peak_memory_gib']:.2f}",
             f"{base - each['peak_memory_gib']:.2f}",
-            f"{each['loss_difference']:.1e}",
+            "a loss is missing" if each["loss_difference"] is None else f"{each['loss_difference']:.1e}",
         ]
         rows.append(cells)
     lines = [f"`{name}` did not run: {reason}" for name, reason in found["not_measured"].items()]

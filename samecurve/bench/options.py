@@ -49,13 +49,13 @@ class MeasuredRun:
 
     Attributes:
         tokens_per_second: of all ranks; median of the steps after the warm-up.
-        losses: of all steps.
+        losses: of all steps; None for one without.
         step_seconds: median of the steps after the warm-up.
     """
 
     tokens_per_second: float
     peak_memory_gib: float
-    losses: tuple[float, ...]
+    losses: tuple[float | None, ...]
     step_seconds: float = 0.0
 
     @classmethod
@@ -79,7 +79,7 @@ class Verdict:
             maximum over the rounds.
         peak_memory_gib: highest of the rounds.
         memory_ratio: ratio of the highest peaks.
-        loss_difference: largest relative difference of any step, in the last round.
+        loss_difference: largest relative difference of any step, in the last round; infinite where one has no loss.
         step_seconds: median of the rounds.
     """
 
@@ -155,7 +155,6 @@ def verdicts(rounds: Mapping[str, Sequence[MeasuredRun]], among: Sequence[Varian
         runs = rounds[variant.name]
         ratios = [run.tokens_per_second / other.tokens_per_second for run, other in zip(runs, base, strict=True)]
         peak = max(run.peak_memory_gib for run in runs)
-        differences = map(relative_difference, runs[-1].losses, base[-1].losses)
         listed.append(
             Verdict(
                 variant,
@@ -165,8 +164,15 @@ def verdicts(rounds: Mapping[str, Sequence[MeasuredRun]], among: Sequence[Varian
                 max(ratios),
                 peak,
                 peak / memory,
-                max((difference for difference in differences if difference is not None), default=math.nan),
+                _largest_difference(runs[-1].losses, base[-1].losses),
                 median(run.step_seconds for run in runs),
             )
         )
     return listed
+
+
+def _largest_difference(losses: Sequence[float | None], expected: Sequence[float | None]) -> float:
+    if [loss is None for loss in losses] != [loss is None for loss in expected]:
+        return math.inf
+    differences = map(relative_difference, losses, expected)
+    return max((difference for difference in differences if difference is not None), default=math.nan)

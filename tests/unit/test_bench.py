@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -462,6 +463,21 @@ def test_verdicts_by_hand():
     record = {"tokens_per_second": 1.0, "peak_memory_gib": 3.0, "loss": 5.0, "step_seconds": 14.0}
     metrics = [record, {**record, "tokens_per_second": 7.0, "peak_memory_gib": 1.0, "step_seconds": 2.0}]
     assert MeasuredRun.from_metrics(metrics, 1) == MeasuredRun(7.0, 3.0, (5.0, 5.0), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected", "difference"),
+    [
+        ((4.0, None), (4.0, 2.0), math.inf),
+        ((None, None), (4.0, 2.0), math.inf),
+        ((4.0,), (4.0, 2.0), math.inf),
+        ((4.0, None), (4.0, None), 0),
+    ],
+)
+def test_a_loss_that_one_of_both_lacks_is_a_difference(losses, expected, difference):
+    rounds = {UNCHANGED: [MeasuredRun(1.0, 1.0, expected)], "x": [MeasuredRun(1.0, 1.0, losses)]}
+    (verdict,) = options.verdicts(rounds, [Variant("x")])
+    assert verdict.loss_difference == difference
 
 
 def test_a_strategys_files_with_other_keys(tmp_path, monkeypatch):
