@@ -129,6 +129,10 @@ def row_of(case: Case, folder: Path) -> list[str]:
     return row
 
 
+def is_equal_by_ratio(row: list[str]) -> bool:
+    return "equal" in row and any(note.startswith("x ") for note in row[-1].split("; "))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for models, rows and runs; an earlier call's is completed")
@@ -154,7 +158,7 @@ def main() -> None:
     facts |= {"versions": versions(options.folder), "num_rows": len(rows), "table": table(columns, rows)}
     facts |= {
         "num_equal": sum("equal" in row for row in rows),
-        "num_ratios": sum(row[-1].startswith("x ") for row in rows),
+        "num_ratios": sum(map(is_equal_by_ratio, rows)),
     }
     options.output.write_text(PAGE.format(**facts), encoding="utf-8")  # libraries print here, too
 

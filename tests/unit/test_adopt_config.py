@@ -11,6 +11,7 @@ import yaml
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
+from benchmarks.trainers.compare import is_equal_by_ratio
 from samecurve.cli import commands
 from samecurve.config import loader
 from samecurve.config.schema import Dpo, Recipe
@@ -452,3 +453,17 @@ def test_a_key_without_an_equal_that_is_off_has_no_effect():
     assert isinstance(rules["neftune_noise_alpha"], NoEqual)
     made = translate(files.TRAINERS["trl"], {"neftune_noise_alpha": None, "label_smoothing_factor": 0.0})
     assert not made.no_equal and {*made.no_effect} == {"neftune_noise_alpha", "label_smoothing_factor"}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "note", "counts"),
+    [
+        ("equal", "x 950/942", True),
+        ("equal", "marks; x 950/942", True),
+        ("differs", "x 950/942", False),
+        ("equal", "adopt: no equal of max x y", False),
+        ("equal", "", False),
+    ],
+)
+def test_rows_that_are_equal_times_a_ratio(verdict, note, counts):
+    assert is_equal_by_ratio(["name", "6.0", "1.0", "6.1", "1.1", verdict, "1e-07", note]) is counts
