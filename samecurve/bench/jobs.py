@@ -179,17 +179,25 @@ def processes(
     """
     # torchrun would give each process 1 thread; the user's own value wins
     environment = {"OMP_NUM_THREADS": str(share_of_cores(world_size)), **os.environ, **variables}
-    # SIGTERM would otherwise end this process without `finally`, and leave the job behind
+    with unwinding():
+        process = subprocess.Popen(
+            arguments, stdin=stdin, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """End this process by an exception at SIGTERM, which would otherwise leave jobs and temporary folders behind."""
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    process = subprocess.Popen(
-        arguments, stdin=stdin, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-    )
     try:
-        yield process
+        yield
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
         signal.signal(signal.SIGTERM, handler)
 
 

@@ -8,7 +8,8 @@ evaluations.
 
 With --watch, each checkpoint of a run that is still training is evaluated on its held-out rows, oldest first, by this
 process and on its device. The numbers go to RUN/evaluations.jsonl, which reports and summaries read with those of the
-run. The command ends when the run is done or has failed, or by Ctrl-C, and goes on where it stopped.
+run. The command ends when the run is done, has failed or was killed, or by Ctrl-C, and goes on where it stopped. A run
+has one such command at a time.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -11,6 +13,7 @@ from samecurve.cli import commands
 from samecurve.errors import CheckpointError
 from samecurve.reports.history import History
 from samecurve.run.run_directory import WATCHED, read_metrics
+from samecurve.storage.file_lock import lock_folder
 
 
 @pytest.fixture
@@ -31,7 +34,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(watch.time, "sleep", save)
     monkeypatch.setattr(watch, "check_files", lambda *_: [])
     monkeypatch.setattr(watch, "_evaluate", lambda run, folder, *_: {"eval_loss": float(folder.name[-1])})
-    return tmp_path
+    with lock_folder(tmp_path):
+        yield tmp_path
 
 
 def steps_watched(run) -> list[int]:
@@ -71,3 +75,74 @@ def test_a_checkpoint_that_cannot_be_read(deleted, run, monkeypatch, capsys):
     else:
         with pytest.raises(CheckpointError):
             watch.run(run, None, False)
+
+
+@pytest.mark.parametrize("is_rewritten", [True, False])
+def test_a_damaged_checkpoint_is_evaluated_once_it_is_rewritten(is_rewritten, run, monkeypatch, capsys):
+    save = watch.time.sleep
+
+    def rewrite(seconds: float) -> None:
+        save(seconds)
+        if is_rewritten and len(os.listdir(run / "checkpoints")) == 3:
+            (run / "checkpoints" / "step_00000004" / "COMMITTED").write_text("again")
+
+    def check(_, folder):
+        return ["too short"] * (folder.name.endswith("4") and not (folder / "COMMITTED").exists())
+
+    monkeypatch.setattr(watch.time, "sleep", rewrite)
+    monkeypatch.setattr(watch, "check_files", check)
+    assert watch.run(run, None, False) == 0
+    assert sorted(steps_watched(run)) == ([2, 4, 6] if is_rewritten else [2, 6])
+    assert capsys.readouterr().out.count("damaged, not evaluated: too short") == 1
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_checked_is_not_damaged(run, monkeypatch, capsys):
+    def check(_, folder):
+        if folder.name.endswith("4"):
+            folder.rmdir()
+            return ["no such file"]
+        return []
+
+    monkeypatch.setattr(watch, "check_files", check)
+    assert watch.run(run, None, False) == 0 and steps_watched(run) == [2, 6]
+    said = capsys.readouterr().out
+    assert "deleted by checkpoint.keep" in said and "damaged" not in said
+
+
+def test_a_task_without_a_held_out_loss(run, monkeypatch, capsys):
+    monkeypatch.setattr(watch, "_evaluate", lambda *_: {"eval_accuracy": 0.5})
+    assert watch.run(run, None, False) == 0 and steps_watched(run) == [2, 4, 6]
+    assert "step 2: evaluated" in capsys.readouterr().out
+
+
+def test_a_killed_run_ends_it(run, monkeypatch, capsys):
+    """Its status still says that it runs. A launcher may start it again, which takes a while."""
+    polls = iter(range(watch.KILLED_POLLS + 1))
+    monkeypatch.setattr(watch.time, "sleep", lambda _: next(polls))
+    monkeypatch.setattr(watch, "lock_folder", lambda _: open(run / "status.json"))  # nobody has it
+    assert watch.run(run, None, False) == 0 and steps_watched(run) == [2]
+    assert "no process writes into" in capsys.readouterr().out and next(polls) >= watch.KILLED_POLLS - 1
+
+
+def test_no_model_is_left_behind(run, monkeypatch):
+    def kill(*_):
+        assert len([*run.glob(".watch-*")]) == 1  # that of an earlier process is gone
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def refuse(*_):
+        raise AssertionError("SIGTERM would have ended this process")
+
+    (run / ".watch-old" / "model").mkdir(parents=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(watch, "check_files", lambda *_: [])
+    monkeypatch.setattr(watch, "read_state", lambda _: {"step": 2})
+    monkeypatch.setattr(watch.folders, "parse_recipe", lambda *_: None)
+    monkeypatch.setattr(watch.folders, "with_code", lambda *_: None)
+    monkeypatch.setattr(watch, "from_checkpoint", kill)
+    before = signal.signal(signal.SIGTERM, refuse)
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            watch.run(run, None, False)
+        assert signal.getsignal(signal.SIGTERM) is refuse and not [*run.glob(".watch-*")]
+    finally:
+        signal.signal(signal.SIGTERM, before)
