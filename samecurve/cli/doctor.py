@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from samecurve.cli.commands import Subcommand
 from samecurve.config import loader as recipes
@@ -23,6 +24,7 @@ from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.strategy import launchers, resolve, validate
 from samecurve.strategy.launchers import Launch
 from samecurve.strategy.recipe_values import fill_recipe
+from samecurve.training import room
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,16 +81,26 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
     return examination.report(examination.one_host(recipe, strategy, needed), arguments.json)
 
 
-def needed_bytes(recipe: Recipe) -> dict[str, int]:
-    """Estimate what a run writes: its checkpoints (kept ones, and one more while it is written) and the exported model.
+def needed_bytes(recipe: Recipe) -> dict[str, tuple[int, int]]:
+    """Estimate what a run writes into its output_dir, at least and at most, see `room.Need`. {} if it is not known.
 
-    An adapter's are small, so for these it is the exported model alone.
+    An adapter's files are small.
     """
     try:
         fields = recipe.model.config or {**model_shape.read(str(recipe.model.path)), **recipe.model.overrides}
         parameters = model_shape.shape(fields, "model", recipe.tokenizer.vocabulary_size).parameters
     except ConfigurationError:  # the planner knows decoders; without a size, free space is shown only
         return {}
-    # bytes of a parameter, in fp32: weight and states in each checkpoint, the weight in the export
-    states = 0 if recipe.adapter.name else 4 * (1 + len(OPTIMIZERS[recipe.optimizer.name].states))
-    return {"output_dir": int(parameters * (states * (recipe.checkpoint.keep + 1) + 4))}
+    if recipe.adapter.name:
+        return {}
+    # bytes of a parameter: fp32, but quantized states; how many are frozen, and in no checkpoint, is not known
+    state = 1 if recipe.optimizer.name == "adamw_8bit" else 4
+    checkpoint = 0 if recipe.optimizer.freezes else 4 + state * len(OPTIMIZERS[recipe.optimizer.name].states)
+    export = 4 if recipe.export.enabled else 0
+    checkpoints = Path(recipe.output_dir) / "checkpoints"
+    num_kept = len([*checkpoints.glob("step_*")])
+    needs = room.needs(recipe, checkpoints, int(parameters * checkpoint), int(parameters * export), num_kept)
+    own = [need for need in needs if need.folder in (checkpoints, checkpoints.parent)]  # not the cache's
+    # a run that goes on removes a checkpoint before it exports
+    least = (max if num_kept else sum)([need.least for need in own])
+    return {"output_dir": (least, sum(need.most for need in own))}

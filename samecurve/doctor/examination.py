@@ -24,18 +24,21 @@ if TYPE_CHECKING:
 
 
 def look(
-    recipe: Recipe | None, strategy: Strategy | None, needed_bytes: Mapping[str, int]
+    recipe: Recipe | None, strategy: Strategy | None, needed_bytes: Mapping[str, tuple[int, int]]
 ) -> tuple[HostFacts, list[Finding]]:
     """Return the host's facts and what is found from them.
 
     Args:
-        needed_bytes: purpose of a folder (see `host_checks.folders`) to the bytes that the run will write there.
+        needed_bytes: purpose of a folder (see `host_checks.folders`) to the bytes that the run will write there, at
+            least and at most.
     """
     facts = host.facts(host_checks.folders(recipe, strategy))
     return facts, list(host_checks.check_host(facts, needed_bytes, recipe, strategy))
 
 
-def one_host(recipe: Recipe | None, strategy: Strategy | None, needed_bytes: Mapping[str, int]) -> list[Finding]:
+def one_host(
+    recipe: Recipe | None, strategy: Strategy | None, needed_bytes: Mapping[str, tuple[int, int]]
+) -> list[Finding]:
     """Examine this host alone, its output folder included."""
     _, results = look(recipe, strategy, needed_bytes)
     return [*results, shared_folder.alone(Path(recipe.output_dir))] if recipe else results

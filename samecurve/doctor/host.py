@@ -44,7 +44,8 @@ class InstalledGpu:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that a run writes into. free_bytes: on its disk, or on that of its nearest parent that exists."""
+    """A folder that a run writes into. free_bytes: on its disk, or on that of its nearest parent that
+    exists; 0 if that does not say."""
 
     purpose: str
     path: str

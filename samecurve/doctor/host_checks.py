@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from samecurve.checkpoint.commit import SPARE_BYTES
 from samecurve.doctor.findings import Finding, failed
-from samecurve.doctor.host import HostFacts
+from samecurve.doctor.host import Folder, HostFacts
 from samecurve.errors import ConfigurationError, StorageError, TopologyError
 from samecurve.specs.environment import INSTALL
 from samecurve.storage.cache import cache_folder
@@ -38,12 +39,12 @@ def folders(recipe: Recipe | None, strategy: Strategy | None) -> dict[str, Path]
 
 
 def check_host(
-    facts: HostFacts, needed_bytes: Mapping[str, int], recipe: Recipe | None, strategy: Strategy | None
+    facts: HostFacts, needed_bytes: Mapping[str, tuple[int, int]], recipe: Recipe | None, strategy: Strategy | None
 ) -> Iterator[Finding]:
     """Yield all findings about the host that this process runs on.
 
     Args:
-        needed_bytes: purpose of a folder to the bytes that the run will write there.
+        needed_bytes: purpose of a folder to the bytes that the run will write there, at least and at most.
     """
     packages = ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version)
     if missing := [name for name in REQUIRED if not facts.versions[name]]:
@@ -56,17 +57,24 @@ def check_host(
     yield from _limits(facts)
     yield from _own_name(facts)
     for folder in facts.folders:
-        needed, kind = needed_bytes.get(folder.purpose, 0), f", {folder.kind}" if folder.kind else ""
-        seen = f"{folder.purpose} {folder.path}: {folder.free_bytes / 1e9:.1f} GB free{kind}"
-        seen += f"; the run needs about {needed / 1e9:.2f} GB" if needed else ""
-        if not folder.writable:
-            fix = f"chown it to this user, or set {folder.purpose} to another folder"
-            yield failed("storage", seen, "this user cannot write there", fix, StorageError, facts.host)
-        elif needed > folder.free_bytes:
-            fix = f"free some space, or set {folder.purpose} to a folder on a larger disk"
-            yield failed("storage", seen, "too little free space", fix, StorageError, facts.host)
-        else:
-            yield Finding("storage", seen, host=facts.host)
+        yield _storage(facts.host, folder, *needed_bytes.get(folder.purpose, (0, 0)))
+
+
+def _storage(host: str, folder: Folder, least: int, most: int) -> Finding:
+    """Judge the free space as a run does before its first step, see training/room.py."""
+    free = f"{folder.free_bytes / 1e9:.1f} GB free" if folder.free_bytes else "free space unknown"
+    seen = f"{folder.purpose} {folder.path}: {free}{f', {folder.kind}' if folder.kind else ''}"
+    seen += f"; the run needs about {most / 1e9:.2f} GB" if most else ""
+    if not folder.writable:
+        fix = f"chown it to this user, or set {folder.purpose} to another folder"
+        return failed("storage", seen, "this user cannot write there", fix, StorageError, host)
+    usable = max(folder.free_bytes - SPARE_BYTES, 0)
+    if not folder.free_bytes or usable >= most:
+        return Finding("storage", seen, host=host)
+    fix = f"free some space, or set {folder.purpose} to a folder on a larger disk"
+    if usable < least:
+        return failed("storage", seen, "too little free space", fix, StorageError, host)
+    return Finding("storage", seen, "too little free space for all checkpoints that are kept", fix, host=host)
 
 
 def _gpus(facts: HostFacts) -> Iterator[Finding]:

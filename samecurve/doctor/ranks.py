@@ -39,7 +39,7 @@ _NAME = "doctor"
 def run(
     recipe: Recipe | None,
     strategy: Strategy | None,
-    needed_bytes: Mapping[str, int],
+    needed_bytes: Mapping[str, tuple[int, int]],
     seconds: float,
     json_file: str | None,
 ) -> int:

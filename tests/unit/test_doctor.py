@@ -32,7 +32,7 @@ def facts(tmp_path_factory) -> HostFacts:
     return replace(found, host="node1", limits=HEALTHY, shm_bytes=8 << 30)
 
 
-def check(facts: HostFacts, **needed: int) -> list[Finding]:
+def check(facts: HostFacts, **needed: tuple[int, int]) -> list[Finding]:
     return list(host_checks.check_host(facts, needed, None, None))
 
 
@@ -41,7 +41,7 @@ def problems(found: list[Finding]) -> list[str]:
 
 
 def test_a_healthy_host_has_no_problem(facts):
-    found = check(facts, output_dir=1000)
+    found = check(facts, output_dir=(1000, 1000))
     assert not problems(found) and findings.exit_code(found) == 0
     assert findings.text(found).endswith("no problem found")
 
@@ -79,12 +79,27 @@ def test_gpus_in_use_hide_no_other_kind(facts):
 def test_storage_that_is_too_small_or_not_ours(facts):
     small = replace(facts.folders[0], free_bytes=999)
     locked = replace(facts.folders[1], writable=False)
-    found = check(replace(facts, folders=[small, locked]), output_dir=1000)
+    found = check(replace(facts, folders=[small, locked]), output_dir=(1000, 1000))
     assert [each.split(";")[0] for each in problems(found)] == [
         "FAIL storage: too little free space",
         "FAIL storage: this user cannot write there",
     ]
     assert findings.exit_code(found) == 7
+
+
+@pytest.mark.parametrize(
+    ("free", "level"),
+    [(31 << 20, "FAIL"), (32 << 20, "warn"), (64 << 20, "ok"), (0, "ok")],
+)
+def test_storage_fails_where_the_run_would(facts, free, level):
+    """As training/room.py: 16 MiB are spare, and a disk with 0 bytes does not say."""
+    folder = replace(facts.folders[0], free_bytes=free)
+    finding = next(
+        each
+        for each in check(replace(facts, folders=[folder]), output_dir=(16 << 20, 32 << 20))
+        if each.area == "storage"
+    )
+    assert finding.level == level and ("free space unknown" in finding.seen) is (not free)
 
 
 def test_versions_that_differ_are_a_table(facts):
@@ -243,4 +258,33 @@ def test_the_bytes_of_a_run():
 
     recipe = load_recipe("recipes/quickstart.yaml", ["checkpoint.keep=3"])
     parameters = 2_164_416  # 12 bytes in each of four checkpoints, 4 in the export
-    assert needed_bytes(recipe)["output_dir"] == pytest.approx(parameters * 52, rel=1e-6)
+    least, most = needed_bytes(recipe)["output_dir"]
+    assert (least, most) == (pytest.approx(parameters * 16, rel=1e-6), pytest.approx(parameters * 52, rel=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("settings", "least", "most"),
+    [
+        ((), 12, 40),  # two checkpoints of four are there; one is removed before the export
+        (("checkpoint.every_steps=0",), 4, 16),
+        (("export.enabled=false", "checkpoint.keep=9"), 12, 96),
+        (("optimizer.name=adamw_8bit",), 6, 22),
+        (('optimizer.groups=[{"pattern": "layers.*", "frozen": true}]',), 4, 4),
+    ],
+)
+def test_the_bytes_of_a_run_that_goes_on(settings, least, most, tmp_path, monkeypatch):
+    from samecurve.cli.doctor import needed_bytes
+
+    monkeypatch.setattr("samecurve.config.rules_training.importlib.util.find_spec", lambda _: True)
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    recipe = load_recipe("recipes/quickstart.yaml", [f"output_dir={tmp_path}", "checkpoint.keep=4", *settings])
+    parameters = 2_164_416
+    assert needed_bytes(recipe)["output_dir"] == pytest.approx((parameters * least, parameters * most), rel=1e-6)
+
+
+def test_an_adapter_needs_next_to_nothing(monkeypatch):
+    from samecurve.cli import doctor
+
+    monkeypatch.setattr(doctor.model_shape, "read", lambda _: load_recipe("recipes/quickstart.yaml").model.config)
+    assert doctor.needed_bytes(load_recipe("recipes/lora.yaml")) == {}
