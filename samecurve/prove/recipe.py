@@ -216,8 +216,13 @@ class Proof:
         if self.lower and not run.reason:
             name = self.twin.recipe.precision
             lower = self.train(job, name, (f"precision={name}",), killed=2)
+            pairs = zip(lower.curves.loss, lower.curves.norm, strict=True)
+            skips = any(math.isnan(norm) and not math.isnan(loss) for loss, norm in pairs)
             if lower.reason:
                 verdict.findings.append(Finding("precision", 1, f"in {name} it ends: {lower.reason}"))
+            elif name == "fp16" and skips:
+                text = "fp16: the loss scale skips a step, and the plain loop has none"
+                self.twin.not_judged += [] if text in self.twin.not_judged else [text]
             else:
                 _judge_curves(verdict, lower.curves, ("precision", "precision"), self.lower, f"in {name}: ")
         verdict.seconds = time.monotonic() - began

@@ -7,6 +7,7 @@ from collections import UserDict
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -306,6 +307,32 @@ def test_an_export_that_nothing_verifies_is_not_judged(line, status, largest, tm
     proof.judge_resume(verdict, recipe.Outcome(job, tmp_path, tmp_path / "log", curves, {}))
     assert verdict.status("weights") == "PASS"
     assert (verdict.status("export"), verdict.largest.get("export")) == (status, largest)
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss", "norm", "status"),
+    [
+        ("fp16", 1.0, 1.0, "PASS"),
+        ("fp16", 1.0, math.nan, "not judged"),  # the loss scale
+        ("fp16", math.nan, math.nan, "FAIL"),
+        ("bf16", 1.0, math.nan, "FAIL"),
+    ],
+)
+def test_steps_that_the_loss_scale_skips_are_not_judged(precision, loss, norm, status):
+    of_loop = recipe.Curves([1.0, 1.0], [1.0, 1.0])
+    seen = {"killed": of_loop, precision: recipe.Curves([loss, 1.0], [norm, 1.0])}
+    proof = recipe.Proof.__new__(recipe.Proof)
+    proof.__dict__.update(
+        train=lambda job, kind, *_, **__: recipe.Outcome(job, Path(), Path(), seen[kind], {}),
+        twin=SimpleNamespace(recipe=SimpleNamespace(precision=precision), not_judged=[]),
+        _judge_rows=lambda *_: None,
+        expected=of_loop,
+        rounding=Differences(),
+        lower=(of_loop, Differences()),
+    )
+    for _ in range(2):
+        assert proof.judge_start(script.ALONE)[0].status("precision") == status
+    assert len(proof.twin.not_judged) == (status == "not judged")
 
 
 def test_a_script_sees_no_gpu(monkeypatch):
