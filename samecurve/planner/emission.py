@@ -14,6 +14,7 @@ import yaml
 
 from samecurve.config import loader
 from samecurve.config.inheritance import latest_overrides
+from samecurve.config.schema import Recipe
 from samecurve.errors import ConfigurationError
 from samecurve.launch import scripts
 from samecurve.launch.target import Target, command, read_back, unnamed
@@ -52,7 +53,8 @@ def emit(
     """
     assert choice.template and choice.sizes is not None  # shapes without files are never emitted
     recipe = typed.model if inputs.is_recipe(typed.model) else os.path.join(folder, "recipe.yaml")
-    overrides = tuple(latest_overrides([*typed.overrides, *recipe_values(choice, request)]))
+    values = strategy_values(choice, request) + recipe_values(choice, request)
+    overrides = tuple(latest_overrides([*typed.overrides, *values]))
     strategy = os.path.join(folder, "strategy.yaml")
     nodes = unnamed(machines.nodes, machines.gpus_per_node)
     target = Target(recipe, strategy, overrides, nodes, folder=folder)
@@ -67,7 +69,7 @@ def emit(
         texts |= scripts.files(launcher, target)
     names = write_files(folder, texts, record)
     try:
-        _check(target, launchers)
+        _check(target, launchers, _planned(choice, request))
     except ConfigurationError:
         with storage_errors(Path(folder)):  # nobody shall start what turned out to be refused
             for name in names:
@@ -76,17 +78,20 @@ def emit(
     return [os.path.join(folder, name) for name in names]
 
 
+def strategy_values(choice: Choice, request: PlanRequest) -> list[str]:
+    """Return the overrides for what the recipe has from the strategy's files, which the emitted files do not hold."""
+    assert choice.template
+    files, document = choice.template.files, request.source.document
+    names = {files.accelerate.name, files.deepspeed.name} - {""}
+    keys = [".".join(path) for path, place in document.places.items() if place.file in names]
+    return [f"{key}={json.dumps(request.source.value(key))}" for key in keys]
+
+
 def recipe_values(choice: Choice, request: PlanRequest) -> list[str]:
     """Return the overrides by which the choice differs from the recipe; only what the search may choose."""
     assert choice.job
-    values = []
-    rows = request.rows_of_a_rank(choice.job.dims.dp)
-    # describe_job lowers a micro-batch to a rank's rows, which the search has not chosen
-    if choice.job.micro_batch != min(request.batch.micro_batch_size, rows):
-        values.append(f"batch.micro_batch_size={choice.job.micro_batch}")
-    if choice.job.checkpointing != request.checkpointing:
-        values.append(f"memory.activation_checkpointing={choice.job.checkpointing}")
-    return values
+    changes = request.changes(choice.job.micro_batch, choice.job.checkpointing, choice.job.dims.dp)
+    return [f"{block}.{key}={value}" for block, keys in changes.items() for key, value in keys.items()]
 
 
 def _strategy(folder: str, choice: Choice) -> dict[str, str]:
@@ -106,8 +111,19 @@ def _strategy(folder: str, choice: Choice) -> dict[str, str]:
     return {"strategy.yaml": about + yaml.safe_dump(accelerate, sort_keys=False), **texts}
 
 
-def _check(target: Target, launchers: Sequence[str]) -> None:
-    """Resolve every launcher's command as its processes would; all have to come to the same plan.
+def _planned(choice: Choice, request: PlanRequest) -> Recipe:
+    assert choice.job and request.source.recipe
+    recipe = request.source.recipe
+    changes = request.changes(choice.job.micro_batch, choice.job.checkpointing, choice.job.dims.dp)
+    blocks = {block: getattr(recipe, block).model_copy(update=keys) for block, keys in changes.items()}
+    return recipe.model_copy(update=blocks)
+
+
+PLACES = {"output_dir", "data", "evaluate", "model", "tokenizer"}  # blocks with paths, which are read otherwise there
+
+
+def _check(target: Target, launchers: Sequence[str], planned: Recipe) -> None:
+    """Resolve every launcher's command as its processes would; all have to come to the job that was planned.
 
     Data may be missing.
     """
@@ -121,6 +137,11 @@ def _check(target: Target, launchers: Sequence[str]) -> None:
         resolved.append((plan.recipe, plan.strategy.sharding, plan.strategy.dims, plan.strategy.deepspeed))
     if any(other != resolved[0] for other in resolved):
         raise ConfigurationError(f"{target.folder}: the launchers {', '.join(launchers)} resolve to different plans")
+    wanted, written = (recipe.model_dump(exclude=PLACES) for recipe in (planned, resolved[0][0]))
+    if names := ", ".join(sorted(name for name, value in wanted.items() if value != written[name])):
+        raise ConfigurationError(
+            f"{target.folder}: {names}: the files make another job than the plan; give these values as key=value"
+        )
 
 
 RECORD = "plan.json"  # names the files of its plan under "files", each with a digest

@@ -204,6 +204,15 @@ class PlanRequest:
         batch = self.batch.model_copy(update={"micro_batch_size": micro_batch})
         return replace(self, batch=batch, checkpointing=checkpointing)
 
+    def changes(self, micro_batch: int, checkpointing: str, ranks: int) -> dict[str, dict[str, Any]]:
+        """Return the values by which a choice of the search differs from the recipe, by block and key."""
+        batch: dict[str, Any] = {}
+        # a job's micro-batch is lowered to a rank's rows, which the search has not chosen
+        if micro_batch != min(self.batch.micro_batch_size, self.rows_of_a_rank(ranks)):
+            batch["micro_batch_size"] = micro_batch
+        memory = {"activation_checkpointing": checkpointing} if checkpointing != self.checkpointing else {}
+        return {"batch": batch, "memory": memory}
+
     @property
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""

@@ -16,7 +16,7 @@ from samecurve.cli.commands import main
 from samecurve.launch import scripts
 from samecurve.launch.hosts import HostSlots
 from samecurve.launch.target import LAUNCHERS, Target, read_back, unnamed
-from samecurve.planner import search, strategies
+from samecurve.planner import emission, search, strategies
 from samecurve.planner.cluster import read_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,3 +215,31 @@ def test_hosts_that_are_known_are_written(tmp_path):
     assert made["hostfile"] == "10.0.0.1 slots=4\n10.0.0.2 slots=4\n"
     assert made[".deepspeed_env"].splitlines() == ["TOKENIZERS_PARALLELISM=false", "HF_HOME=/models"]
     assert "HEAD=${HEAD:-10.0.0.1}" in scripts.files("torchrun", target)["torchrun.sh"]
+
+
+def test_values_of_a_strategy_file_stay_those_of_the_plan(tmp_path, capsys):
+    """The recipe leaves them open, the strategy's file sets them, and the emitted job trains with them."""
+    recipe, strategy, folder = tmp_path / "recipe.yaml", tmp_path / "mine.json", tmp_path / "plan"
+    left_open = {name: block for name, block in RECIPE.items() if name not in ("batch", "optimizer")}
+    recipe.write_text(json.dumps({**left_open, "model": {"config": LLAMA}}))
+    optimizer = {"type": "AdamW", "params": {"lr": 1.2e-5, "betas": [0.9, 0.98], "weight_decay": 0.05}}
+    content = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "optimizer": optimizer}
+    content |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.3}
+    strategy.write_text(json.dumps(content))
+    command = ["plan", str(recipe), "--cluster", "h100x8", "--strategy", str(strategy), "--output", str(folder)]
+    assert main([*command, "--launcher", "torchrun", "slurm"]) == 0
+    assert "the strategy's file sets" in capsys.readouterr().out
+    target = Target("", "", (), unnamed(1, 8))
+    plan = read_back("torchrun", target, started_words(folder, "torchrun", tmp_path))
+    batch, optimizer = plan.recipe.batch, plan.recipe.optimizer
+    assert (batch.global_batch_size, batch.micro_batch_size, optimizer.max_grad_norm) == (64, 2, 0.3)
+    assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.betas) == (1.2e-5, 0.05, (0.9, 0.98))
+    record = json.loads((folder / "plan.json").read_text())
+    assert "batch.global_batch_size=64" in record["overrides"] and record["accumulation_steps"] == 4
+
+
+def test_a_job_with_other_values_than_the_plan_is_refused(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(emission, "recipe_values", lambda *_: ["optimizer.weight_decay=0.7"])
+    assert emitted(tmp_path / "plan", recipe, "fsdp", "torchrun") == 2
+    assert "optimizer: the files make another job than the plan" in capsys.readouterr().err
+    assert not [*(tmp_path / "plan").iterdir()]
