@@ -71,7 +71,9 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
     if kind := APPROXIMATED.get(_kind(recipe.memory)):
         asked = f"memory.activation_checkpointing {recipe.memory.activation_checkpointing}"
         uncounted.append(f"{asked}. It is counted as {kind[1]}")
+    untold = ", ".join(model_shape.uncounted(recipe.adapter))
     others = {
+        f"adapter: trained weights of {untold} are not counted": untold,
         "adapter.name lora. The time of the adapter's own small products is not counted": recipe.adapter.name,
         "optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory": (
             recipe.optimizer.name == "adamw_bf16"

@@ -138,6 +138,11 @@ class Job:
         return self.frozen.trained if self.frozen else 1
 
     @property
+    def trains_head(self) -> bool:
+        """Whether the output head's weight has a gradient."""
+        return not self.frozen or self.frozen.trains_head
+
+    @property
     def dims(self) -> ParallelDims:
         return self.strategy.dims
 

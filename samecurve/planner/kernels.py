@@ -186,7 +186,7 @@ def head(job: Job, constants: Profile) -> Seconds:
     vocab = job.shape.vocab / job.dims.tp
     product = product_seconds(job, job.tokens, job.shape.hidden, vocab, constants)
     moved = constants.logits_bytes * job.tokens * vocab / (job.card.hbm_gb_per_s * 1e9)
-    return Seconds(product + moved, (1 if job.frozen else 2) * product + moved)
+    return Seconds(product + moved, (1 + job.trains_head) * product + moved)
 
 
 def optimizer(job: Job, parameters: float, constants: Profile) -> float:

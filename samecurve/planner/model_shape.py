@@ -160,6 +160,7 @@ class Frozen:
         scale_bytes: of all scales, which are whole on every rank.
         width: elements that the adapter keeps of a token in each layer.
         dequantized: elements of the largest quantized weight.
+        trains_head: whether the output head is trained in full.
     """
 
     trained: float
@@ -168,9 +169,22 @@ class Frozen:
     scale_bytes: float = 0
     width: int = 0
     dequantized: int = 0
+    trains_head: bool = False
 
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EMBEDDINGS, HEADS = ("embed_tokens", "wte", "embed_in", "word_embeddings"), ("lm_head", "embed_out")
+EXPERTS = ("gate_up_proj", "down_proj")
+
+
+def uncounted(adapter: Adapter) -> list[str]:
+    """List the modules and weights that an adapter also trains and that `adapted` does not know."""
+    modules = [name for name in adapter.modules_to_save or () if _last(name) not in (*EMBEDDINGS, *HEADS)]
+    return [*modules, *(name for name in adapter.target_parameters or () if _last(name) not in EXPERTS)]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def adapted(shape: ModelShape, adapter: Adapter, element_bytes: int) -> Frozen:
@@ -187,18 +201,28 @@ def adapted(shape: ModelShape, adapter: Adapter, element_bytes: int) -> Frozen:
     chosen = asked if not isinstance(asked, str) and set(asked) <= {*names} else names
     targets = [weight for name, weight in zip(names, linear, strict=False) if name in chosen]
     trained = sum(adapter.rank * (rows + columns) + adapter.dora * rows for rows, columns in targets)
+    # each expert's own matrices, of its two stacked weights
+    parameters = {_last(name) for name in adapter.target_parameters or ()}
+    sums = {"gate_up_proj": (1 + shape.gated) * shape.ffn + shape.hidden, "down_proj": shape.hidden + shape.ffn}
+    stacked = [size for name, size in sums.items() if name in parameters]
+    trained += adapter.rank * max(shape.experts, 1) * sum(stacked)
+    in_full = {_last(name) for name in adapter.modules_to_save or ()}
+    ends = [shape.embedding_parameters] if in_full & {*EMBEDDINGS} else []
+    trains_head = bool(in_full & {*HEADS} or (ends and shape.tied))
+    ends += [shape.head_parameters] if trains_head and not (ends and shape.tied) else []
     packed, scale = {None: (0, 0), "4bit": (0.5, 1 / 64 + 4 / 64 / 256)}.get(adapter.quantization, (1, 0))
     own = elements(linear) if packed else 0
     rows = sum(weight[0] for weight in linear) if packed == 1 else 0
     layer = packed * own + element_bytes * (shape.layer_parameters - own)
-    rest = element_bytes * (shape.parameters - shape.layers * shape.layer_parameters)
+    rest = element_bytes * (shape.parameters - shape.layers * shape.layer_parameters - sum(ends))
     return Frozen(
-        trained=shape.layers * trained / shape.parameters,
+        trained=(shape.layers * trained + sum(ends)) / shape.parameters,
         weight_bytes=(shape.layers * layer + rest) / shape.parameters,
         layer_bytes=(layer + element_bytes * trained) / shape.layer_parameters,
         scale_bytes=shape.layers * (scale * own + 4 * rows),
-        width=adapter.rank * len(targets),
+        width=adapter.rank * (len(targets) + max(shape.top_k, 1) * len(stacked)),
         dequantized=max(map(math.prod, linear)) if packed else 0,
+        trains_head=trains_head,
     )
 
 

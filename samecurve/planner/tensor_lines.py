@@ -160,7 +160,7 @@ def loss_lines(job: Job, constants: Profile) -> list[Line]:
     is_cpu = job.card.generation == "cpu"
     tokens = loss_chunks.on_cpu(columns) if is_cpu else loss_chunks.on_gpu(columns, job.memory_gib * GIB)
     chunk = 4 * 4 * columns * min(job.tokens, tokens)
-    whole = 0 if job.frozen else columns * job.shape.hidden
+    whole = columns * job.shape.hidden if job.trains_head else 0
     # a chunk's logits are gone when their product with the hidden states is added to the gradient, and all are when the
     # backward pass multiplies the gradient by its factor and casts it
     chunk = max(chunk, (4 + job.element_bytes) * whole)
@@ -202,7 +202,7 @@ def gathered(job: Job, stage: Stage, loss: float) -> list[Line]:
             # no layer is gathered while loss and last norm are computed
             at_loss = max(job.gather_bytes * root, units - loss)
             behind = max(job.gather_bytes * root, units - LAST_NORM * job.tokens * shape.hidden)
-            of_head = 0 if job.frozen else job.gather_bytes * shape.head_parameters / dims.tp
+            of_head = job.gather_bytes * shape.head_parameters / dims.tp if job.trains_head else 0
     return [
         Line("gathered weights", at_loss, behind, 0, formula, source),
         Line("gradient of the whole head", 0, of_head, 0, "until the backward pass has come to the embedding", tracked),
@@ -330,7 +330,7 @@ def cast_weights(job: Job, stage: Stage, count: float) -> tuple[float, float]:
         return copies, copies
     of_layers = replace(stage, embedding=False, head=False)
     layers = 2 * job.trained * sum(stage_parameters(job, of_layers))
-    head = 2 * job.shape.head_parameters / job.dims.tp if stage.head and not job.frozen else 0
+    head = 2 * job.shape.head_parameters / job.dims.tp if stage.head and job.trains_head else 0
     if job.repeats_layers:
         return layers + head, 2 * job.trained * sum(stage_parameters(job, replace(of_layers, layers=1)))
     return layers * count + head, layers * count
