@@ -173,11 +173,11 @@ class MemoryPrediction:
         low, high = self.memory_interval
         return low * share, high * share
 
-    def verdict(self, limit_gib: float) -> str:
-        """fits: also at the upper end of the memory interval. tight: only in the middle of it."""
+    def verdict(self, job: Job) -> str:
+        """fits: also at the upper end of the memory interval. tight: only in the middle of it, or if the host's is."""
         if not self.fits:
             return "too large"
-        return "fits" if self.total_interval[1] <= limit_gib else "tight"
+        return "fits" if self.total_interval[1] <= job.memory_gib and not job.assumes_host else "tight"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from samecurve.config.documents import describe, format_problems, read_document
 from samecurve.config.section import Count, Name, Section
 from samecurve.errors import ConfigurationError
 from samecurve.planner.calibration import Calibration
-from samecurve.planner.hardware import MEASURED_SHARE, Gpu, gpu, known_gpu, known_names
+from samecurve.planner.hardware import MEASURED_SHARE, PCIE_5, Gpu, canonical, gpu, known_gpu, known_names
 from samecurve.planner.links import DEFAULT_NODE_GBIT, Level, levels_of
 
 # Kind of GPU and nominal Gbit/s of a node's network cards: of a DGX A100, of DGX H100, H200 and B200, and of Azure's
@@ -36,17 +36,21 @@ KINDS = {
 class Host:
     """A node beside its GPUs: memory, cores, and GB/s between a GPU and host memory, and to a local disk.
 
-    The defaults are a DGX H100's 2 TB and 2 x 56 cores, and assumed rates: 87 % of PCIe 5's nominal 63, and one drive.
+    The defaults are a DGX H100's 2 TB and 2 x 56 cores, and the assumed rates of PCIe 5 and of one drive.
+
+    Attributes:
+        is_assumed: whether `memory_gib` is, which the cluster file may give.
     """
 
     memory_gib: float = 2000
     cpu_cores: float = 112
-    pcie_gb_per_s: float = 55
+    pcie_gb_per_s: float = PCIE_5
     nvme_gb_per_s: float = 6
+    is_assumed: bool = True
 
 
-# By the DGX A100's data sheet; 87 % of PCIe 4's nominal 32 GB/s are assumed.
-HOSTS = {"A100-40GB": Host(1000, 128, 27), "A100-80GB": Host(2000, 128, 27), "cpu": Host(gpu("cpu").memory_gib)}
+# By the DGX A100's data sheet; others have the default's.
+HOSTS = {"A100-40": Host(1000, 128), "A100": Host(2000, 128), "cpu": Host(gpu("cpu").memory_gib)}
 
 
 Rate = Annotated[float, Field(gt=0)]
@@ -198,8 +202,10 @@ def read_cluster(text: str) -> Cluster:
 def describe_machines(file: ClusterFile) -> Cluster:
     """Fill in what the data sheet of the GPU says; that of an A100 stands for one that is not known."""
     kind = "device" if file.device else file.gpu or ""
-    host = replace(HOSTS.get(kind, Host()), **{name: value for name, value in file.host if value is not None})
     card = known_gpu(kind) or gpu("A100-80GB")
+    given = {name: value for name, value in file.host if value is not None}
+    usual = {"pcie_gb_per_s": PCIE_5 if file.device else card.pcie_gb_per_s, "is_assumed": "memory_gib" not in given}
+    host = replace(HOSTS.get(canonical(kind), Host()), **usual | given)
     if file.device:
         # without `links`, the GPUs of a node communicate over PCIe: no NVLink is known
         peaks, memory, hbm = file.device.peak_tflops, file.device.memory_gib, file.device.hbm_gb_per_s

@@ -37,6 +37,9 @@ LINKS = {
     "as MI300X": 312.9,  # assumed
     "CDNA2": 100,  # assumed: two rings over Infinity Fabric links of 50 GB/s (AMD's MI250 documentation)
 }
+# GB/s between a GPU and host memory, by the same links: 87 % of a PCIe generation's nominal rate, assumed.
+HOST_LINKS = {**dict.fromkeys(("PCIe3", "NVLink2"), 14), **dict.fromkeys(("PCIe4", "NVLink3", "A800", "CDNA2"), 27)}
+PCIE_5 = 55
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Gpu:
         fp32_tflops: products in fp32; 0: as fast as bf16, for want of a number.
         sms: streaming multiprocessors; 0 if they are not known, or for a CPU.
         is_measured: whether matmul_tflops is.
+        pcie_gb_per_s: to and from host memory.
     """
 
     matmul_tflops: float
@@ -64,6 +68,7 @@ class Gpu:
     fp32_tflops: float = 0
     sms: int = 0
     is_measured: bool = False
+    pcie_gb_per_s: float = PCIE_5
 
 
 # One core of a server (AMD EPYC of 2023, 2026-11-26; runs calibrate it for other processors): bench matmul in fp32, a
@@ -79,7 +84,7 @@ def rows() -> dict[str, Gpu]:
         best, fp8 = row.best or MEASURED_SHARE * row.half, row.best_fp8 or MEASURED_SHARE * row.fp8
         known[row.pattern] = Gpu(
             best, fp8, row.hbm, LINKS[row.link], row.gib or SEEN_SHARE * row.label, row.generation or "other",
-            MEASURED_SHARE * row.fp32, row.sms, bool(row.best),
+            MEASURED_SHARE * row.fp32, row.sms, bool(row.best), HOST_LINKS.get(row.link, PCIE_5),
         )  # fmt: skip
     return {**known, r"^cpu$": CPU}
 

@@ -143,6 +143,16 @@ class Job:
         return not self.frozen or self.frozen.trains_head
 
     @property
+    def offloads(self) -> bool:
+        """Whether a GPU's states are elsewhere; on a CPU they are its processes', which the anatomy counts."""
+        return bool(self.strategy.offload) and self.card.generation != "cpu"
+
+    @property
+    def assumes_host(self) -> bool:
+        """Whether the memory of the host that states are offloaded to is not known."""
+        return self.offloads and self.host.is_assumed
+
+    @property
     def dims(self) -> ParallelDims:
         return self.strategy.dims
 

@@ -106,13 +106,17 @@ def answer(best: Choice, others: int) -> str:
     speed = f"{rate(best.tokens_per_s)} tokens/s ({rate(slow)} to {rate(fast)})"
     shown = short_seconds
     step = f"a step in {shown(prediction.seconds)} s ({shown(low)} to {shown(high)})"
-    held = f"{prediction.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f}), {best.verdict}"
+    held = f"{prediction.total_memory_gib:.1f} of {job.memory_gib:.1f} GiB ({least:.1f} to {most:.1f})"
+    if job.offloads:
+        origin = " (assumed)" if job.assumes_host else ""
+        needed = f"{memory.offloaded_gib(job):,.0f} of {job.host.memory_gib:,.0f} GiB"
+        held = f"{held}, {needed} of host memory per node{origin}"
     learnt = job.calibration
     origin = f"80 % intervals; {learnt.describe() if learnt else PUBLIC}"
     idle = f"; {best.idle_ranks:,} of {job.dims.dp:,} data-parallel ranks get no row" if best.idle_ranks else ""
     ties = f"; {others} more {'is a tie' if others == 1 else 'are ties'}" if others else ""
     machines = f"{job.dims.world_size} x {job.gpu_kind}"
-    return f"{best.name} ({shape}) on {machines}: {speed}, {step}, {held} ({origin}{idle}{ties})"
+    return f"{best.name} ({shape}) on {machines}: {speed}, {step}, {held}, {best.verdict} ({origin}{idle}{ties})"
 
 
 def job_size(request: PlanRequest) -> str:

@@ -116,7 +116,7 @@ def smallest(request: PlanRequest, machines: Cluster, templates: Sequence[Templa
         for sizes in [template.own_sizes] if as_written else search.sizes(template, request, machines):
             for choice in _least_memory(request, machines, template, sizes):
                 assert choice.job
-                verdict = predict_memory(choice.job).verdict(choice.job.memory_gib)
+                verdict = predict_memory(choice.job).verdict(choice.job)
                 if verdict == "fits" and not choice.idle_ranks:
                     return replace(choice, prediction=predict(choice.job))
                 if verdict != "too large" and not tight:

@@ -125,7 +125,7 @@ class Choice:
     @property
     def verdict(self) -> str:
         """fits, tight or too large (see `MemoryPrediction.verdict`), or cannot run."""
-        return self.prediction.verdict(self.job.memory_gib) if self.job and self.prediction else "cannot run"
+        return self.prediction.verdict(self.job) if self.job and self.prediction else "cannot run"
 
     @property
     def idle_ranks(self) -> int:
@@ -189,8 +189,7 @@ def sized(request: PlanRequest, machines: Cluster, template: Template, sizes: di
 
 def host_problem(job: Job, machines: Cluster) -> str:
     """Say why a node's host memory does not hold what is offloaded to it; "" if it does."""
-    # on a CPU the host's memory is that of its processes, which the anatomy counts
-    needed = memory.offloaded_gib(job) if job.strategy.offload and machines.card.generation != "cpu" else 0
+    needed = memory.offloaded_gib(job) if job.offloads else 0
     if needed <= machines.host.memory_gib:
         return ""
     return f"offloading needs {needed:,.0f} GiB of host memory per node, which has {machines.host.memory_gib:,.0f}"
@@ -209,7 +208,7 @@ def _best(request: PlanRequest, strategy: Strategy, machines: Cluster) -> Choice
                 continue
             job = strategies.job(changed, strategy, machines)
             memory_use = predict_memory(job)
-            verdict = memory_use.verdict(job.memory_gib)
+            verdict = memory_use.verdict(job)
             if verdict == "fits":
                 fast[micro_batch] = job, memory_use
             else:

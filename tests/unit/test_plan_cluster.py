@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from test_planner_anatomy import a_job, strategy
 
+from samecurve.cli.commands import main
 from samecurve.errors import ConfigurationError
 from samecurve.planner import cluster, links, memory, step_time
 from samecurve.planner.cluster import read_cluster
@@ -168,3 +169,30 @@ def test_processes_share_the_memory_of_their_host(tmp_path):
     assert found.card.memory_gib == 32
     # a GPU has its own
     assert read_cluster("h100x4").card.memory_gib == read_cluster("h100x8").card.memory_gib
+
+
+@pytest.mark.parametrize(
+    ("kind", "host"),
+    [
+        ("a100x8", (2000, 128, 27)),
+        ("A100-SXM4-80GBx8", (2000, 128, 27)),
+        ("a100_40gbx8", (1000, 128, 27)),
+        ("rtx-4090x1", (2000, 112, 27)),
+        ("v100-16gbx8", (2000, 112, 14)),
+        ("h100x8", (2000, 112, 55)),
+    ],
+)
+def test_a_host_of_each_kind_of_gpu(kind, host):
+    machines = read_cluster(kind)
+    assert (machines.host.memory_gib, machines.host.cpu_cores, machines.host.pcie_gb_per_s) == host
+
+
+def test_host_memory_that_is_assumed_is_told_and_does_not_fit_for_sure(tmp_path, capsys):
+    """16 B of states, 2 B of weights and 4 B of sums for each of 8,030,261,248 parameters are 164.5 GiB."""
+    config, cluster = "benchmarks/planner/llama_8b.json", tmp_path / "cluster.yaml"
+    arguments = ["plan", config, "--strategy", "configs/zero3_offload.yaml", "batch.global_batch_size=8"]
+    assert main([*arguments, "--cluster", "h100x1"]) == 0
+    assert "165 of 2,000 GiB of host memory per node (assumed), tight (" in capsys.readouterr().out
+    cluster.write_text("{gpu: H100-80GB, nodes: 1, gpus_per_node: 1, host: {memory_gib: 500}}")
+    assert main([*arguments, "--cluster", str(cluster)]) == 0
+    assert "165 of 500 GiB of host memory per node, fits (" in capsys.readouterr().out
