@@ -172,7 +172,9 @@ def _dry_run(chosen: Choice, request: PlanRequest, rank: int | None) -> Subcomma
     model_block = recipe.model.model_copy(update={"kernels": "torch"})
     counted = {"batch": changed.batch, "memory": memory_block, "model": model_block, "compile": "off", "fp8": "off"}
     recipe = recipe.model_copy(update=counted)
-    return Subcommand("samecurve.bench.dry_run", (Plan(recipe, chosen.job.strategy, "", ()), chosen.job, rank))
+    # the rank's rows are of one sequence
+    job = replace(chosen.job, micro_batch=chosen.job.micro_batch * chosen.job.sequences, sequences=1)
+    return Subcommand("samecurve.bench.dry_run", (Plan(recipe, job.strategy, "", ()), job, rank))
 
 
 def _check_rank(chosen: Choice, rank: int) -> None:

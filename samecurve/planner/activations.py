@@ -93,7 +93,7 @@ def mask_elements(job: Job) -> float:
     dims, pairs = job.dims, job.seq**2
     if job.exchange == "allgather":
         pairs *= (2 * dims.cp + 1) / (4 * dims.cp**2)  # two chunks of s / 2 cp, and the keys up to their ends
-    return job.micro_batch * pairs if job.masked else 0
+    return job.micro_batch * job.sequences * pairs if job.masked else 0
 
 
 def expert_imbalance(job: Job) -> float:

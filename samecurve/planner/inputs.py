@@ -62,7 +62,7 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
         more = "more memory" if card.fp32_tflops else "more memory and time"
         uncounted.append(f"precision fp32. {told[0].upper()}{told[1:]}: expect {more}")
     if not TASKS[recipe.task].predicts_next_token:
-        uncounted.append(f"task {recipe.task}. Each row is counted as one text through a language model with its head")
+        uncounted.append(f"task {recipe.task}. Texts are counted as through a language model with its head")
     if recipe.task == "dpo" and recipe.dpo.has_reference:
         uncounted.append(
             "task dpo. The reference is the model itself before the first step, so that its log-probabilities need no "
@@ -73,6 +73,9 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
         uncounted.append(f"{asked}. It is counted as {kind[1]}")
     untold = ", ".join(model_shape.uncounted(recipe.adapter))
     others = {
+        "task embed. Hard negatives that data.num_negatives or data.negative_columns does not give are not counted": (
+            recipe.task == "embed" and sequences(recipe) == 2
+        ),
         f"adapter: trained weights of {untold} are not counted": untold,
         "adapter.name lora. The time of the adapter's own small products is not counted": recipe.adapter.name,
         "optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory": (
@@ -101,6 +104,13 @@ def _kind(memory: Memory) -> str:
     return f"{kind}, attention" if kind == "selective" and memory.selective_save == "attention" else kind
 
 
+def sequences(recipe: Recipe) -> int:
+    """Return the sequences of a row: two answers of a pair; an anchor, its positive and its hard negatives."""
+    if recipe.task == "embed":
+        return 2 + (recipe.data.num_negatives or len(recipe.data.negative_columns or ()))
+    return 2 if recipe.task == "reward" or (recipe.task == "dpo" and recipe.dpo.loss != "kto") else 1
+
+
 def optimizer_bytes(recipe: Recipe) -> int:
     """Bytes per parameter of the optimizer's states, without the fp32 weights."""
     states = len(OPTIMIZERS[recipe.optimizer.name].states)
@@ -126,7 +136,7 @@ class PlanRequest:
         attention: as `model.attention`; auto where a CPU computes varlen, and a GPU sdpa.
         fp8: as the recipe's `fp8`; "" for none.
         compile: whether layers are compiled; not where `auto` has still to decide.
-        frozen, teacher: as Job's.
+        frozen, teacher, sequences: as Job's.
     """
 
     shape: ModelShape
@@ -144,6 +154,7 @@ class PlanRequest:
     frozen: Frozen | None = None
     teacher: ModelShape | None = None
     average_bytes: int = 0
+    sequences: int = 1
 
     @classmethod
     def of_recipe(
@@ -199,6 +210,7 @@ class PlanRequest:
             model_shape.adapted(shape, recipe.adapter, element_bytes) if recipe.adapter.name else None,
             teacher,
             4 if recipe.task == "embed" and recipe.embed.queue else 0,
+            sequences(recipe),
         )
 
     def with_memory(self, micro_batch: int, checkpointing: str) -> PlanRequest:
@@ -218,7 +230,7 @@ class PlanRequest:
     @property
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""
-        return self.batch.global_batch_size * self.batch.sequence_length
+        return self.batch.global_batch_size * self.sequences * self.batch.sequence_length
 
     def rows_of_a_rank(self, ranks: int) -> int:
         """Rows of a step that the fullest data-parallel rank reads."""

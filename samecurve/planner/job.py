@@ -98,6 +98,7 @@ class Job:
         frozen: of a model with an adapter; `states` are then means over all of its weights.
         teacher: the frozen model that a distillation also computes.
         masked: whether attention gets a mask of a row's documents, which SDPA converts and keeps in each layer.
+        sequences: of a row, such as two of a pair of answers.
     """
 
     shape: ModelShape
@@ -131,6 +132,7 @@ class Job:
     virtual_stages: int = 1
     frozen: Frozen | None = None
     teacher: ModelShape | None = None
+    sequences: int = 1
 
     @property
     def trained(self) -> float:
@@ -184,7 +186,7 @@ class Job:
     @property
     def tokens(self) -> float:
         """Tokens of one micro-batch on one rank."""
-        return self.micro_batch * self.seq / self.dims.cp
+        return self.micro_batch * self.sequences * self.seq / self.dims.cp
 
     @property
     def element_bytes(self) -> int:

@@ -122,7 +122,8 @@ def answer(best: Choice, others: int) -> str:
 def job_size(request: PlanRequest) -> str:
     """Format what is trained in a step: `109.5 million parameters, 64 rows of 2048 tokens per step`."""
     batch = request.batch
-    rows = f"{batch.global_batch_size} rows of {batch.sequence_length} tokens per step"
+    many = f"{request.sequences} x " if request.sequences > 1 else ""
+    rows = f"{batch.global_batch_size} rows of {many}{batch.sequence_length} tokens per step"
     trained = request.shape.parameters * request.frozen.trained / 1e6 if request.frozen else 0
     more = f" and {trained:,.1f} million of an adapter" if trained else ""
     more += f", a teacher of {request.teacher.parameters / 1e6:,.1f} million" if request.teacher else ""

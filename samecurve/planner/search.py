@@ -131,7 +131,7 @@ class Choice:
     def idle_ranks(self) -> int:
         """Number of data-parallel ranks that get no row of a step."""
         assert self.job
-        return max(0, self.job.dims.dp - round(self.tokens / self.job.seq))
+        return max(0, self.job.dims.dp - round(self.tokens / (self.job.sequences * self.job.seq)))
 
     @property
     def order(self) -> tuple:

@@ -241,7 +241,7 @@ def job(request: PlanRequest, strategy: Strategy, machines: Cluster) -> Job:
         masked=masked,
         sharding=sharding(strategy, request.precision, request.shape.hidden, once),
         virtual_stages=strategy.torch_schedule.stages_per_rank if strategy.torch_schedule else 1,
-        frozen=request.frozen, teacher=request.teacher,
+        frozen=request.frozen, teacher=request.teacher, sequences=request.sequences,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.engines.loss_implementation import is_chunkable
 from samecurve.models.packaged import text_config
-from samecurve.planner import inputs, model_shape, step_time, strategies
+from samecurve.planner import inputs, model_shape, plan_text, search, step_time, strategies
 from samecurve.planner.activations import layer_bytes
 from samecurve.planner.cluster import built_in
 from samecurve.planner.strategies import read
@@ -122,3 +122,29 @@ def test_compiled_layers_and_fp8_products():
         seconds[settings], bytes_kept[settings] = step_time.breakdown(planned).total, layer_bytes(planned)
     assert min(seconds, key=lambda settings: seconds[settings]) == ("compile=regional", "fp8=rowwise")
     assert bytes_kept[("compile=regional",)] < bytes_kept[()] == bytes_kept[("fp8=rowwise",)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sequences"),
+    [
+        ([], 1),
+        (["task=dpo"], 2),
+        (["task=dpo", "dpo.loss=kto"], 1),
+        (["task=reward"], 2),
+        (["task=classify"], 1),
+        (["task=embed"], 2),
+        (["task=embed", "data.num_negatives=3"], 5),
+        (["task=embed", "data.negative_columns=[a, b]"], 4),
+    ],
+)
+def test_sequences_of_a_row(overrides, sequences, tmp_path):
+    """A micro-batch has so many sequences for each of its rows, and ranks share the rows of a step."""
+    request = wanted(tmp_path, "llama", "batch.global_batch_size=8", "batch.sequence_length=64", *overrides)
+    described, _ = strategies.describe(request, read("configs/fsdp.yaml"), {}, 4)
+    job = strategies.job(request.with_memory(2, "none"), described, built_in("h100x4"))
+    assert (job.micro_batch, job.grad_accum, job.tokens) == (2, 1, 2 * sequences * 64)
+    assert request.tokens == 8 * sequences * 64
+    chosen = search.evaluate(request, built_in("h100x8").scaled(8), [read("configs/fsdp.yaml")])[0]
+    assert chosen.idle_ranks == 0
+    told = plan_text.job_size(request)
+    assert (f"8 rows of {sequences} x 64 tokens" if sequences > 1 else "8 rows of 64 tokens") in told
