@@ -239,7 +239,7 @@ NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "n_head_kv"),
+    "kv_heads": ("num_key_value_heads", "n_head_kv", "num_kv_heads"),
     "ffn": ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim"),
     "vocab": ("vocab_size",),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
@@ -259,6 +259,7 @@ TIED = (
     *("camembert", "electra", "mpnet", "modernbert", "gemma", "gemma2", "gemma3_text", "smollm3", "cohere", "cohere2"),
     *("gpt_neo", "gpt_neox_japanese", "biogpt", "jetmoe", "ernie4_5", "ernie4_5_moe", "modernbert-decoder"),
 )
+DEFAULTS = {"gemma3_text": {"heads": 8, "kv_heads": 4, "vocab": 262_208}}
 HEAD_DIMS = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "glm4": 128}
 # Fields of models whose layers are not those that the formulas count.
 OTHER_LAYERS = {
@@ -276,7 +277,12 @@ OTHER_LAYERS = {
     "conv_L_cache": "convolutions",
     "kv_channels": "mixtures of attention",
     "hidden_size_per_layer_input": "embeddings for each layer",
+    "enable_moe_block": "experts beside a dense MLP",
+    "num_kv_shared_layers": "keys and values of other layers",
+    "use_double_wide_mlp": "MLPs of two widths",
+    "attn_type_list": "linear attention",
 }
+SOFTMAX = {"full_attention", "attention", "sliding_attention", "chunked_attention"}  # of `layer_types`
 
 
 def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> ModelShape:
@@ -294,10 +300,13 @@ def shape(fields: Mapping[str, Any], name: str, vocab: int | None = None) -> Mod
         given = next((fields[alias] for alias in names if fields.get(alias) is not None), None)
         if given is not None and key not in dims:
             dims[key] = given
+    dims = {**DEFAULTS.get(str(fields.get("model_type")), {}), **dims}
     problems = [f"{name}: {' or '.join(NAMES[key][:2])} is missing; give it" for key in NEEDED if key not in dims]
     problems += [
         f"{name}: {key}: the formulas do not cover {kind}" for key, kind in OTHER_LAYERS.items() if fields.get(key)
     ]
+    others = sorted(set(map(str, fields.get("layer_types") or ())) - SOFTMAX)
+    problems += [f"{name}: layer_types: the formulas do not cover {', '.join(others)}"] if others else []
     problems += [
         f"{name}: {NAMES[key][0]}: found {value!r}, expected a positive whole number"
         for key, value in dims.items()

@@ -185,6 +185,7 @@ def _model_problems(request: PlanRequest, strategy: Strategy) -> list[tuple[str,
     }
     if dims.tp > 1:
         problems += _indivisible(request, strategy, cuts_mlp=not spreads)
+    problems += _exchanged(request, strategy)
     for axis, names in known.items():
         if family and names and dims.size(axis) > 1 and family not in names:
             text = f"found {dims.size(axis)}, but a {family} is not among the families {', '.join(sorted(names))}"
@@ -193,6 +194,20 @@ def _model_problems(request: PlanRequest, strategy: Strategy) -> list[tuple[str,
             except ConfigurationError as error:
                 problems.append((axis, str(error)))
     return problems
+
+
+def _exchanged(request: PlanRequest, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    """Yield heads and experts that their ranks cannot divide, as context_parallel's and expert_parallel's checks do."""
+    shape, dims = request.shape, strategy.dims
+    if strategy.context_parallel == "ulysses" and shape.heads // dims.tp % dims.cp:
+        share = f", {shape.heads // dims.tp} on a rank of tensor parallelism" if dims.tp > 1 else ""
+        text = f"but the model has {shape.heads} attention heads{share}, which {dims.cp} does not divide"
+        yield "cp", f"found {dims.cp}, {text}"
+    own, ranks = shape.experts // dims.ep, dims.efsdp
+    for rows in (shape.ffn * (2 if shape.gated else 1), shape.hidden) if dims.ep > 1 and own else ():
+        if own % ranks and rows % ranks:
+            text = f"found {dims.ep}, but {ranks} ranks hold the same {own} experts of {rows} rows"
+            yield "ep", f"{text}, and {ranks} divides neither"
 
 
 # Families whose layers gather whole activations under transformers' plan (5.23): features are cut there, and no heads.
