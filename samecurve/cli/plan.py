@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
     failure = None if best else _nothing_fits(first_line, choices, order[0])
     if best and arguments.output:
         typed = emission.Typed(arguments.model, tuple(arguments.overrides))
-        written = emission.emit(arguments.output, best, request, machines, typed, arguments.launcher or LAUNCHERS)
+        written = emission.emit(arguments.output, best, exact, machines, typed, arguments.launcher or LAUNCHERS)
         print(f"\nwritten and read back: {', '.join(written)}")
     if arguments.dry_run and order[0].job:
         return _dry_run(order[0], request, arguments.rank)._replace(failure=failure)

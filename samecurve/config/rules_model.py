@@ -157,7 +157,7 @@ def _positions(value: Callable[[str], Any]) -> Iterator[Finding]:
             yield "batch.sequence_length", f"found {length}, but {key} in {owner} is {limit}; use at most {limit}"
 
 
-def _flash_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
+def flash_packed(value: Callable[[str], Any]) -> Iterator[Finding]:
     """flash-attn separates packed documents, by their positions, only in a batch of one row."""
     if value("model.attention") != "flash_attention_2":
         return
@@ -179,7 +179,7 @@ RULES = (
     *(_new_from_scratch, _new_and_frozen),
     *(_quantization, _adapts, _parameters, _no_target),
     *(partial(_idle, key) for key in Adapter.model_fields if key != "name"),
-    *(_positions, _flash_packed, _flash_in_fp32),
+    *(_positions, flash_packed, _flash_in_fp32),
 )
 
 

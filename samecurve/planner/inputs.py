@@ -10,6 +10,7 @@ from typing import Any
 from samecurve.config import loader
 from samecurve.config.documents import Document, format_problems, merge_blocks, read_document
 from samecurve.config.inheritance import apply_override
+from samecurve.config.rules_model import flash_packed
 from samecurve.config.schema import Memory, Recipe
 from samecurve.config.schema_data import SMALLEST_VOCABULARY
 from samecurve.config.schema_training import Batch
@@ -220,12 +221,23 @@ class PlanRequest:
 
     def changes(self, micro_batch: int, checkpointing: str, ranks: int) -> dict[str, dict[str, Any]]:
         """Return the values by which a choice of the search differs from the recipe, by block and key."""
-        batch: dict[str, Any] = {}
+        batch, memory = {}, {}
         # a job's micro-batch is lowered to a rank's rows, which the search has not chosen
         if micro_batch != min(self.batch.micro_batch_size, self.rows_of_a_rank(ranks)):
             batch["micro_batch_size"] = micro_batch
-        memory = {"activation_checkpointing": checkpointing} if checkpointing != self.checkpointing else {}
+        assert self.source.recipe
+        given = self.source.recipe.memory
+        if "checkpointing" not in self.fixed and checkpointing != given.activation_checkpointing:
+            memory["activation_checkpointing"] = checkpointing
+            # settings of the recipe's own kind go with it
+            usual = {key: Memory.model_fields[key].default for key in ("selective_save", "every_n_layers")}
+            memory |= {key: value for key, value in usual.items() if value != getattr(given, key)}
         return {"batch": batch, "memory": memory}
+
+    def takes(self, micro_batch: int) -> bool:
+        """Whether the recipe's own rules allow a micro-batch."""
+        sizes = {"batch.micro_batch_size": micro_batch}
+        return not any(flash_packed(lambda key: sizes[key] if key in sizes else self.source.value(key)))
 
     @property
     def tokens(self) -> int:

@@ -61,7 +61,8 @@ def micro_batches(request: PlanRequest, ranks: int) -> list[int]:
     if "micro_batch" in request.fixed:
         return [request.batch.micro_batch_size]
     most = request.rows_of_a_rank(ranks)
-    return sorted({*powers(most), most, min(request.batch.micro_batch_size, most)})
+    sizes = {*powers(most), most, min(request.batch.micro_batch_size, most)}
+    return sorted(filter(request.takes, sizes))
 
 
 def checkpointings(request: PlanRequest) -> list[str]:

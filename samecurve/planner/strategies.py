@@ -12,7 +12,7 @@ from typing import Any
 from samecurve.config.documents import ConfigProblem, Document, KeyPath, format_problems
 from samecurve.errors import ConfigurationError
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.inputs import ADAM, PlanRequest
+from samecurve.planner.inputs import ADAM, SEARCHED, PlanRequest
 from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.stages import divide
 from samecurve.specs.environment import ROOT
@@ -152,6 +152,9 @@ def describe(
     source = request.source._replace(document=replace(request.source.document, problems=[]))
     validate.check_strategy(source, files, strategy, launch)
     problems = [*files.accelerate.problems, *files.deepspeed.problems, *source.document.problems]
+    # `takes` judges what a search puts in their place
+    searched = {".".join(path) for name, path in SEARCHED.items() if name not in request.fixed}
+    problems = [problem for problem in problems if problem.key not in searched]
     for axis, text in _model_problems(request, strategy):
         file, key = template.places[axis]
         problems.append(ConfigProblem(getattr(files, file).place(key), ".".join(key), text))

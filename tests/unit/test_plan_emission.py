@@ -243,3 +243,45 @@ def test_a_job_with_other_values_than_the_plan_is_refused(recipe, tmp_path, caps
     assert emitted(tmp_path / "plan", recipe, "fsdp", "torchrun") == 2
     assert "optimizer: the files make another job than the plan" in capsys.readouterr().err
     assert not [*(tmp_path / "plan").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides"),
+    [
+        ({"model": {"config": LLAMA, "attention": "flash_attention_2"}}, []),
+        ({"memory": {"activation_checkpointing": "selective", "selective_save": "attention"}}, []),
+        ({"memory": {"activation_checkpointing": "every_n_layers", "every_n_layers": 4}}, []),
+        ({"memory": {"activation_checkpointing": "every_n_layers", "every_n_layers": 4}}, ["--strategy", "zero2"]),
+    ],
+)
+def test_a_search_writes_what_the_recipe_allows(content, overrides, tmp_path, capsys):
+    recipe, folder = tmp_path / "recipe.yaml", tmp_path / "plan"
+    batch = {"global_batch_size": 64, "micro_batch_size": 1, "sequence_length": 2048}
+    recipe.write_text(json.dumps({**RECIPE, "batch": batch, "model": {"config": LLAMA}, **content}))
+    command = ["plan", str(recipe), "--cluster", "h100x8", "--output", str(folder), "--launcher", "torchrun"]
+    assert main([*command, *overrides]) == 0
+    plan = read_back("torchrun", Target("", "", (), unnamed(1, 8)), started_words(folder, "torchrun", tmp_path))
+    record, memory = json.loads((folder / "plan.json").read_text()), plan.recipe.memory
+    assert record["micro_batch_size"] == plan.recipe.batch.micro_batch_size
+    if overrides:  # as the files say
+        assert (memory.activation_checkpointing, memory.every_n_layers) == ("every_n_layers", 4)
+    else:
+        assert record["activation_checkpointing"] == memory.activation_checkpointing
+
+
+def test_own_settings_that_may_change_rule_out_no_strategy(tmp_path):
+    """24 rows in micro-batches of 24 are too few for 1F1B; a folded schedule takes no selective recomputation."""
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "plan.json"
+    batch = {"global_batch_size": 24, "micro_batch_size": 24, "sequence_length": 512}
+    memory = {"activation_checkpointing": "selective"}
+    recipe.write_text(json.dumps({**RECIPE, "batch": batch, "memory": memory, "model": {"config": LLAMA}}))
+    command = ["plan", str(recipe), "--cluster", "h100x2", "--json", str(out)]
+    verdicts = {}
+    for fixed in ([], ["batch.micro_batch_size=24", "memory.activation_checkpointing=selective"]):
+        assert main([*command, *fixed]) == 0
+        plans = json.loads(out.read_text())["plans"]
+        verdicts[len(fixed)] = {name: [plan["verdict"] for plan in plans if plan["strategy"] == name] for name in PIPES}
+    assert verdicts[0] == dict.fromkeys(PIPES, ["fits"]) and verdicts[2] == dict.fromkeys(PIPES, ["cannot run"])
+
+
+PIPES = ("pipeline_1f1b", "pipeline_zbv", "pipeline_dualpipev")
