@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
     )
     _print_table(choices, arguments)
     assert request.source.recipe
-    limits = left_out(request.source.recipe, machines.card)
+    limits = left_out(request.source.recipe, machines.card, request.window)
     print("".join(f"\nNot in these numbers: {limit}" for limit in limits), end="\n" if limits else "")
     if arguments.why or arguments.strategy:
         rejected = remedies.rejected(choices, exact, whole, bool(arguments.strategy))

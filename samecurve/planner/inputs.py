@@ -32,6 +32,8 @@ APPROXIMATED = {
     "selective, attention": ("full", "full, without the results of attention"),
 }
 
+_WINDOWED = ("varlen", "flash_attention_2", "flex_attention")  # kernels that leave out scores outside of a window
+
 
 def refuse(recipe: Recipe, document: Document | None = None) -> None:
     """Raise ConfigurationError for a recipe whose sizes are not known.
@@ -53,8 +55,8 @@ def refuse(recipe: Recipe, document: Document | None = None) -> None:
         )
 
 
-def left_out(recipe: Recipe, card: Gpu) -> list[str]:
-    """List what the prediction for a GPU does not count, for the reader."""
+def left_out(recipe: Recipe, card: Gpu, window: int = 0) -> list[str]:
+    """List what the prediction for a GPU does not count, for the reader. window: as PlanRequest's."""
     uncounted: list[str] = []
     if recipe.precision == "fp32":
         slower = "products are counted at bf16 rates, for want of others (device.peak_tflops.fp32 of a cluster file)"
@@ -76,6 +78,11 @@ def left_out(recipe: Recipe, card: Gpu) -> list[str]:
     others = {
         "task embed. Hard negatives that data.num_negatives or data.negative_columns does not give are not counted": (
             recipe.task == "embed" and sequences(recipe) == 2
+        ),
+        "optimizer.name muon. The products that orthogonalise weights take time that is not counted, and AdamW's "
+        "second state of embeddings, head and norms is not either": recipe.optimizer.name == "muon",
+        f"sliding_window {window}. Attention is counted as over whole rows: expect less time": (
+            0 < window < recipe.batch.sequence_length and recipe.model.attention in _WINDOWED
         ),
         f"adapter: trained weights of {untold} are not counted": untold,
         "adapter.name lora. The time of the adapter's own small products is not counted": recipe.adapter.name,
@@ -138,6 +145,7 @@ class PlanRequest:
         fp8: as the recipe's `fp8`; "" for none.
         compile: whether layers are compiled; not where `auto` has still to decide.
         frozen, teacher, sequences: as Job's.
+        window: tokens that a layer with a sliding window sees; 0 where no layer has one.
     """
 
     shape: ModelShape
@@ -156,6 +164,7 @@ class PlanRequest:
     teacher: ModelShape | None = None
     average_bytes: int = 0
     sequences: int = 1
+    window: int = 0
 
     @classmethod
     def of_recipe(
@@ -212,6 +221,7 @@ class PlanRequest:
             teacher,
             4 if recipe.task == "embed" and recipe.embed.queue else 0,
             sequences(recipe),
+            (fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0,
         )
 
     def with_memory(self, micro_batch: int, checkpointing: str) -> PlanRequest:
@@ -256,7 +266,9 @@ SEARCHED = {
     "micro_batch": ("batch", "micro_batch_size"),
     "checkpointing": ("memory", "activation_checkpointing"),
 }
-DEFAULT_BATCH = {"global_batch_size": 256, "micro_batch_size": 1, "sequence_length": 4096}
+DEFAULT_BATCH = {"global_batch_size": 256, "micro_batch_size": 1}
+LONGEST = 4096  # tokens of a row, where the model has as many positions
+POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 def is_recipe(name: str) -> bool:
@@ -281,12 +293,12 @@ def read(name: str, overrides: Sequence[str], fill: Callable[[Document], object]
         refuse(source.recipe, source.document)
         model = source.recipe.model
         described = f"{name}: model.{'config' if model.config else f'path {model.path}'}"
-        fields = model.config or {**model_shape.read(str(model.path), f"{described}: "), **model.overrides}
     else:
-        fields, described = model_shape.read(name), name
-        source = _bare(name, fields, overrides, fill)
+        source, described = _bare(name, model_shape.read(name), overrides, fill), name
     recipe = source.recipe
     assert recipe is not None
+    model = recipe.model
+    fields = model.config or {**model_shape.read(str(model.path), f"{described}: "), **model.overrides}
     typed = source.document.typed
     # a block that is given whole on the command line fixes its keys, too
     blocks = {(block,) for block, _ in SEARCHED.values()} & typed.keys()
@@ -302,10 +314,11 @@ def bare_recipe(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     """
     from_scratch = name.endswith(".json")
     vocabulary = {"tokenizer": {"vocabulary_size": fields.get("vocab_size")}} if from_scratch else {}
+    positions = next((fields[key] for key in POSITIONS if isinstance(fields.get(key), int)), LONGEST)
     return {
         "output_dir": f"runs/{Path(name).stem}",
         "model": {"config": fields} if from_scratch else {"path": name},
-        "batch": DEFAULT_BATCH,
+        "batch": {**DEFAULT_BATCH, "sequence_length": min(LONGEST, positions)},
         **vocabulary,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from samecurve.planner.activations import bytes_per_score, layer_bytes, mask_elements, score_bytes
+from samecurve.planner.activations import bytes_per_score, expert_imbalance, layer_bytes, mask_elements, score_bytes
 from samecurve.planner.hardware import ATTENTION, FIRST_FLASH_ATTENTION, SUSTAINED, Profile
 from samecurve.planner.job import Job
 
@@ -139,7 +139,7 @@ def _products(job: Job, constants: Profile) -> tuple[float, float]:
     down = product_seconds(job, expert_rows, inner, width, constants)
     attention = product_seconds(job, tokens, width, queries, constants)
     attention += product_seconds(job, tokens, shape.attention_width / split, width, constants)
-    return attention, calls * (up + down)
+    return attention, calls * expert_imbalance(job) * (up + down)
 
 
 def _repeated_products(job: Job, attention: float, mlp: float) -> float:

@@ -7,8 +7,11 @@ import json
 import pytest
 from test_plan_search import LLAMA_8B
 
+from samecurve.cli.commands import main
 from samecurve.errors import ConfigurationError
-from samecurve.planner import inputs, model_shape, strategies
+from samecurve.planner import activations, inputs, kernels, model_shape, strategies
+from samecurve.planner.cluster import read_cluster
+from samecurve.planner.hardware import gpu, profile
 
 MIXTURE = {**LLAMA_8B, "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "hidden_size": 2048}
 MIXTURE |= {"num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_hidden_layers": 48}
@@ -85,3 +88,56 @@ def test_experts_are_divided_over_the_ranks_that_hold_them(tmp_path):
     text = "parallelism_config_ep_size: found 2, but 12 ranks hold the same 64 experts of 2048 rows"
     assert f"{text}, and 12 divides neither" in refused
     assert not problems(MIXTURE, "fsdp_ep", {"ep": 2}, 16, tmp_path)
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+
+
+def test_rows_are_as_long_as_the_model_has_positions(tmp_path):
+    """Without a recipe; 4,096 tokens at most, and what is written is what was planned."""
+    path, folder = tmp_path / "config.json", tmp_path / "plan"
+    for fields, length in ((GPT2, 1024), (LLAMA_8B | {"max_position_embeddings": 131072}, 4096), (LLAMA_8B, 4096)):
+        path.write_text(json.dumps(fields))
+        assert inputs.read(str(path), []).batch.sequence_length == length
+    path.write_text(json.dumps(GPT2))
+    command = ["plan", str(path), "--cluster", "h100x8", "--output", str(folder), "--launcher", "torchrun"]
+    assert main(command) == 0
+    assert "sequence_length: 1024" in (folder / "recipe.yaml").read_text()
+
+
+def test_overrides_of_a_model_without_a_recipe(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert inputs.read(str(tmp_path / "config.json"), ["model.config.num_hidden_layers=2"]).shape.layers == 2
+    assert inputs.read(str(tmp_path), ["model.overrides={vocab_size: 512}"]).shape.vocab == 512
+
+
+def limits(folder, *overrides: str) -> list[str]:
+    request = inputs.read(str(folder), overrides)
+    return inputs.left_out(request.source.recipe, gpu("H100"), request.window)
+
+
+def test_what_is_not_in_the_numbers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"sliding_window": 1024}))
+    for overrides, text in (
+        (["optimizer.name=muon"], "optimizer.name muon. The products that orthogonalise"),
+        (["model.attention=varlen"], "sliding_window 1024. Attention is counted as over whole rows"),
+    ):
+        told = limits(tmp_path, *overrides)
+        assert any(line.startswith(text) for line in told), told
+    for quiet in (["model.attention=sdpa"], ["model.attention=varlen", "batch.sequence_length=1024"]):
+        assert not limits(tmp_path, *quiet)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"sliding_window": 9, "use_sliding_window": False}))
+    assert not limits(tmp_path, "model.attention=varlen")
+
+
+def test_the_busiest_experts_set_the_pace(tmp_path, monkeypatch):
+    """Some rank's experts get 1.2 times the mean, which its memory and its exchange count, too."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    request, template = inputs.read(str(tmp_path), []), strategies.read("configs/fsdp_ep.yaml")
+    described, _ = strategies.describe(request, template, {"ep": 8}, 8)
+    job, constants = strategies.job(request, described, read_cluster("h100x8")), profile("fsdp2")
+    seconds = kernels.layer(job, constants).forward
+    monkeypatch.setattr(activations, "EXPERT_IMBALANCE", 1.0)
+    even = kernels.layer(job, constants).forward
+    up, down = (kernels.product_seconds(job, job.tokens / 2, *size, constants) for size in ((2048, 1536), (768, 2048)))
+    assert seconds - even > 0.19 * 16 * (up + down)
