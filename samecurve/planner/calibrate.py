@@ -13,9 +13,9 @@ from typing import Any
 from samecurve.errors import ConfigurationError
 from samecurve.planner import calibration, links, memory, plan_text, step_time
 from samecurve.planner.calibration import ALONE, GROUPS, Calibration
-from samecurve.planner.hardware import PROCESS_GIB, Gpu, canonical, gpu
+from samecurve.planner.cluster import node_gbit
+from samecurve.planner.hardware import PROCESS_GIB, Gpu, canonical, gpu, profile
 from samecurve.planner.job import Job, from_json
-from samecurve.planner.links import DEFAULT_NODE_GBIT
 from samecurve.planner.memory import CONTEXT_GIB, NCCL_GIB
 from samecurve.specs.gpus import GIB
 from samecurve.storage.atomic import utc_timestamp
@@ -76,7 +76,9 @@ def _communication(content: Mapping[str, Any], kind: str, card: Gpu) -> tuple[Ca
     """Compare the seconds of the largest messages with those of the formulas, on one machine or over several."""
     ranks, machines = content["processes"], content["machines"]
     per_node = max(1, ranks // machines)
-    over = links.link(links.levels_of(card, per_node, DEFAULT_NODE_GBIT), per_node, ranks, 1, 1.0, 0.0)
+    constants = profile("")  # of no stack; a stack's own share of the network is near
+    levels, step = links.levels_of(card, per_node, node_gbit(card)), constants.ring_step_us * 1e-6
+    over = links.link(levels, per_node, ranks, 1, constants.network_share, step)
     ratios, rates = [], []
     for name in COLLECTIVES:
         timings = sorted(

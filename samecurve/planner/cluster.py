@@ -32,6 +32,11 @@ KINDS = {
 }
 
 
+def node_gbit(card: Gpu) -> float:
+    """Return the nominal Gbit/s of a node with these GPUs, where no cluster file gives it."""
+    return next((gbit for kind, gbit in KINDS.values() if known_gpu(kind) == card), DEFAULT_NODE_GBIT)
+
+
 @dataclass(frozen=True)
 class Host:
     """A node beside its GPUs: memory, cores, and GB/s between a GPU and host memory, and to a local disk.

@@ -18,11 +18,10 @@ from samecurve.errors import ConfigurationError
 from samecurve.planner import calibration, inputs, strategies
 from samecurve.planner.answers import predict
 from samecurve.planner.calibrate import shown_gib
-from samecurve.planner.cluster import KINDS, Cluster, ClusterFile, describe_machines
+from samecurve.planner.cluster import Cluster, ClusterFile, describe_machines, node_gbit
 from samecurve.planner.hardware import canonical, known_gpu
 from samecurve.planner.inputs import PlanRequest
 from samecurve.planner.job import to_json
-from samecurve.planner.links import DEFAULT_NODE_GBIT
 from samecurve.planner.plan_text import PUBLIC
 from samecurve.strategy.plan import Plan
 
@@ -93,8 +92,7 @@ def _machines(device: Device, world_size: int) -> Cluster:
         raise ConfigurationError(f"no rates of a GPU called {device.name} are known")
     learnt = calibration.read(calibration.default_path(canonical(device.name)))
     per_node = min(device.per_node, world_size)
-    gbit = next((gbit for kind, gbit in KINDS.values() if known_gpu(kind) == card), DEFAULT_NODE_GBIT)
-    file = ClusterFile(gpu=device.name, nodes=1, gpus_per_node=per_node, gbit_per_s_per_node=gbit)
+    file = ClusterFile(gpu=device.name, nodes=1, gpus_per_node=per_node, gbit_per_s_per_node=node_gbit(card))
     # a calibration of step times is relative to the assumed rates
     if device.name == "cpu" and device.peak_tflops and not (learnt and learnt.time):
         card = replace(card, matmul_tflops=device.peak_tflops, fp32_tflops=device.peak_tflops)

@@ -19,7 +19,7 @@ from samecurve.planner.answers import answer, predict
 from samecurve.planner.calibrate import FinishedRun
 from samecurve.planner.calibration import Calibration
 from samecurve.planner.cluster import built_in
-from samecurve.planner.hardware import gpu
+from samecurve.planner.hardware import gpu, profile
 from samecurve.planner.job import from_json, to_json
 from samecurve.planner.links import DEFAULT_NODE_GBIT
 from samecurve.planner.strategies import read
@@ -264,6 +264,18 @@ def test_links_as_the_planner_has_them_teach_nothing_new(tmp_path, cache, capsys
     assert main(["plan", "--calibrate", str(bench(tmp_path, collectives_of(*timings)))]) == 0
     learnt = calibration.read(cache / "cpu.json")
     assert learnt and learnt.time["communication"] == pytest.approx(1.0)
+
+
+def test_a_network_as_a_plan_has_it_teaches_nothing_new(tmp_path, cache):
+    """Of a kind of GPU over several machines: with the same nominal rate, and the same share of it."""
+    machines, constants = built_in("h100x8").scaled(16), profile("fsdp2")
+    step = constants.ring_step_us * 1e-6
+    over = links.link(machines.levels, 8, 16, 1, constants.network_share, step)
+    seconds = links.collective_seconds(links.all_reduce_volume(2**34, 16), 16, over)
+    content = collectives_of({**LONG_CALL, "num_bytes": 2**34, "seconds": seconds})
+    content |= {"device_type": "cuda", "device": "NVIDIA H100 80GB HBM3", "processes": 16, "machines": 2}
+    result = calibrate.read_bench(bench(tmp_path, content))
+    assert result and result.learnt.time["communication"] == pytest.approx(1.0)
 
 
 def test_bench_helps_a_run_to_tell_the_parts_of_a_step_apart(tmp_path):
