@@ -19,6 +19,7 @@ SEND_SECONDS = 100e-6  # host time of one send to a neighbouring stage (assumed)
 GRADIENT_BYTES = 4  # of keys' and values' gradients on their way around a ring
 COLLECTIVE_SECONDS = 20e-6  # host time of one collective inside a layer (assumed)
 UPDATE_BYTES = 40  # of fp32 master weight, gradient and moments that Adam reads and writes per parameter
+MASTER_BYTES = 4  # of FSDP2's weights, which it casts on the GPU
 CORE_GB_PER_S = 2  # host memory traffic of one core in the update (assumed)
 
 
@@ -221,13 +222,19 @@ def offload_seconds(job: Job, shard: float) -> float:
         return 0
     lanes = job.host.pcie_gb_per_s * 1e9
     disk = job.host.nvme_gb_per_s * 1e9 / job.gpus_per_node
-    total = 0.0
+    trained, sharding, total = job.trained * shard, job.sharding, 0.0
+    moves_weights = any(target.startswith("param:") for target in job.strategy.offload)
     if job.updates_on_host:
-        total += 2 * job.states.gradients * shard / lanes  # gradients out, weights in
-        total += UPDATE_BYTES * shard * job.gpus_per_node / (CORE_GB_PER_S * 1e9 * job.host.cpu_cores)
+        # micro-batches' gradients are summed on the host; weights that stay on the GPU come back once
+        times = 1 if sharding.reduces_once else job.grad_accum
+        total += times * job.states.gradients * shard / lanes
+        total += 0 if moves_weights else job.element_bytes * trained / lanes
+        total += UPDATE_BYTES * trained * job.gpus_per_node / (CORE_GB_PER_S * 1e9 * job.host.cpu_cores)
     if "optimizer:nvme" in job.strategy.offload:
-        total += 2 * 12 * shard / disk  # master weight and moments, read and written
-    if any(target.startswith("param:") for target in job.strategy.offload):
+        total += 2 * 12 * trained / disk  # master weight and moments, read and written
+    if moves_weights:
         rate = disk if "param:nvme" in job.strategy.offload else lanes
-        total += 2 * job.grad_accum * 2 * shard / rate  # a rank's part of the weights, for forward and backward
+        moved = (job.element_bytes if job.stack == "deepspeed" else MASTER_BYTES) * trained
+        moved += job.frozen.weight_bytes * shard if job.frozen else 0
+        total += (1 + sharding.reshards) * job.grad_accum * moved / rate  # for forward and backward
     return total

@@ -9,10 +9,12 @@ from test_planner_anatomy import a_job, strategy
 
 from samecurve.cli.commands import main
 from samecurve.errors import ConfigurationError
-from samecurve.planner import cluster, links, memory, step_time
+from samecurve.planner import cluster, links, memory, step_time, strategies
 from samecurve.planner.cluster import read_cluster
 from samecurve.planner.hardware import gpu
+from samecurve.planner.job import Sharding, StateBytes
 from samecurve.planner.links import Level
+from samecurve.planner.model_shape import Frozen
 from samecurve.specs.gpus import GIB
 
 FILE = """\
@@ -122,7 +124,7 @@ def test_offloading_takes_host_memory_and_time():
     for each, size in ((two, 18), (replace(two, grad_accum=2), 20), (three, 22)):
         assert memory.offloaded_gib(each) * scale == pytest.approx(size * 7.5e9 / GIB)
     shard = 1e9
-    transfers = 2 * 2 * shard / (job.host.pcie_gb_per_s * 1e9)
+    transfers = (4 * 2 + 2) * shard / (job.host.pcie_gb_per_s * 1e9)  # gradients of 4 micro-batches, and weights
     update = step_time.UPDATE_BYTES * shard * 8 / (2e9 * job.host.cpu_cores)
     assert step_time.offload_seconds(job, shard) == pytest.approx(transfers + update)
     assert step_time.offload_seconds(replace(job, strategy=strategy(8, zero=2, shard=8)), shard) == 0
@@ -169,6 +171,33 @@ def test_processes_share_the_memory_of_their_host(tmp_path):
     assert found.card.memory_gib == 32
     # a GPU has its own
     assert read_cluster("h100x4").card.memory_gib == read_cluster("h100x8").card.memory_gib
+
+
+def test_offloading_of_weights_takes_time_in_each_micro_batch():
+    """4 micro-batches; FSDP2 moves fp32 weights to the GPU twice and fp32 gradients back, ZeRO-3 both in 16 bits."""
+    shard, both = 1e9, ("optimizer:cpu", "param:cpu")
+    zero = a_job(strategy=strategy(8, zero=3, shard=8, offload=both), stack="deepspeed")
+    fsdp = replace(zero, stack="fsdp2", states=strategies.TORCH_STATES)
+    update, lanes = step_time.UPDATE_BYTES * shard * 8 / (2e9 * zero.host.cpu_cores), zero.host.pcie_gb_per_s * 1e9
+    assert step_time.offload_seconds(zero, shard) == pytest.approx(4 * (2 * 2 + 2) * shard / lanes + update)
+    assert step_time.offload_seconds(fsdp, shard) == pytest.approx(4 * (2 * 4 + 4) * shard / lanes + update)
+    stays = Sharding(reshards=False, reduces_once=True)
+    moved = (4 * 4 + 4) * shard / lanes
+    assert step_time.offload_seconds(replace(fsdp, sharding=stays), shard) == pytest.approx(moved + update)
+
+
+def test_an_offloaded_adapter_updates_itself_alone():
+    """1 % of the weights are trained: 0.04 bytes of gradients and 2.04 of weights per element."""
+    shard, frozen = 1e9, Frozen(trained=0.01, weight_bytes=2, layer_bytes=2)
+    job = a_job(strategy=strategy(8, zero=3, shard=8, offload=("optimizer:cpu", "param:cpu")), stack="fsdp2")
+    job = replace(job, frozen=frozen, states=StateBytes(0, 0.04, 0, 0, 0))
+    update = 0.01 * step_time.UPDATE_BYTES * shard * 8 / (2e9 * job.host.cpu_cores)
+    transfers = 4 * (2 * 2.04 + 0.04) * shard / (job.host.pcie_gb_per_s * 1e9)
+    assert step_time.offload_seconds(job, shard) == pytest.approx(transfers + update)
+    disk = replace(job, strategy=strategy(8, zero=2, shard=8, offload=("optimizer:nvme",)))
+    written = 0.01 * 24 * shard * job.gpus_per_node / (job.host.nvme_gb_per_s * 1e9)
+    back = (4 * 0.04 + 0.02) * shard / (job.host.pcie_gb_per_s * 1e9)
+    assert step_time.offload_seconds(disk, shard) == pytest.approx(written + back + update)
 
 
 @pytest.mark.parametrize(
