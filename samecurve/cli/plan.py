@@ -132,8 +132,7 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
         "\n".join([first_line, plan_text.job_size(request), plan_text.inputs_line(machines, order[0].job), *notes, ""])
     )
     _print_table(choices, arguments)
-    assert request.source.recipe
-    limits = left_out(request.source.recipe, machines.card, request.window)
+    limits = left_out(request, machines.card)
     print("".join(f"\nNot in these numbers: {limit}" for limit in limits), end="\n" if limits else "")
     if arguments.why or arguments.strategy:
         rejected = remedies.rejected(choices, exact, whole, bool(arguments.strategy))

@@ -80,7 +80,7 @@ def forecast(plan: Plan, fields: Mapping[str, Any], device: Device) -> dict[str,
         "peak_memory_gib_interval": [first * end / prediction.memory_gib for end in prediction.memory_interval],
         "basis": machines.calibration.describe() if machines.calibration else uncalibrated,
         "assumed": assumed,
-        "left_out": inputs.left_out(plan.recipe, job.card, request.window),
+        "left_out": inputs.left_out(request, job.card),
         "job": to_json(job),
     }
 

@@ -34,6 +34,9 @@ APPROXIMATED = {
 
 _WINDOWED = ("varlen", "flash_attention_2", "flex_attention")  # kernels that leave out scores outside of a window
 
+# Families whose layers gather whole activations under transformers' plan (5.23): features are cut there, and no heads.
+GATHERING = ("phi3",)
+
 
 def refuse(recipe: Recipe, document: Document | None = None) -> None:
     """Raise ConfigurationError for a recipe whose sizes are not known.
@@ -55,8 +58,10 @@ def refuse(recipe: Recipe, document: Document | None = None) -> None:
         )
 
 
-def left_out(recipe: Recipe, card: Gpu, window: int = 0) -> list[str]:
-    """List what the prediction for a GPU does not count, for the reader. window: as PlanRequest's."""
+def left_out(request: PlanRequest, card: Gpu) -> list[str]:
+    """List what the prediction for a GPU does not count, for the reader."""
+    assert request.source.recipe
+    recipe, window = request.source.recipe, request.window
     uncounted: list[str] = []
     if recipe.precision == "fp32":
         slower = "products are counted at bf16 rates, for want of others (device.peak_tflops.fp32 of a cluster file)"
@@ -84,6 +89,8 @@ def left_out(recipe: Recipe, card: Gpu, window: int = 0) -> list[str]:
         f"sliding_window {window}. Attention is counted as over whole rows: expect less time": (
             0 < window < recipe.batch.sequence_length and recipe.model.attention in _WINDOWED
         ),
+        f"model_type {request.family}. Tensor parallelism is counted as if it divided activations that this family's "
+        "layers gather whole: expect more memory": request.family in GATHERING,
         f"adapter: trained weights of {untold} are not counted": untold,
         "adapter.name lora. The time of the adapter's own small products is not counted": recipe.adapter.name,
         "optimizer.name adamw_bf16. Weights and states are counted in fp32: expect less memory": (

@@ -73,10 +73,11 @@ def _has_no_tiles(job: Job) -> bool:
 def products(job: Job) -> list[Product]:
     """List the products of a layer, and the output head's."""
     shape, split, count = job.shape, job.dims.tp, _sms(job)
-    rows = int(job.tokens * max(shape.top_k, 1) / max(shape.experts, 1)) or 1
+    shared = job.dims.ep if shape.experts else 1  # ranks whose tokens an expert gets
+    rows = int(job.tokens * shared * max(shape.top_k, 1) / max(shape.experts, 1)) or 1
     tokens, hidden = int(job.tokens), shape.hidden
     head = shape.attention_width // shape.heads
-    inner, queries = shape.ffn // split, shape.attention_width // split
+    inner, queries = shape.ffn // job.mlp_split, shape.attention_width // split
     keys = 2 * head * shape.kv_heads // split
     return [
         Product("query, key, value", tokens, hidden, queries + keys, count),
@@ -116,7 +117,7 @@ def complaints(job: Job) -> list[str]:
 
 def _indivisible(job: Job) -> Iterator[str]:
     shape, split = job.shape, job.dims.tp
-    multiple, common, rows = MULTIPLE * split, math.lcm(MULTIPLE, split), int(job.tokens)
+    common, rows = math.lcm(MULTIPLE, split), int(job.tokens)
     head, remainder = divmod(shape.attention_width, shape.heads)
     if remainder:
         yield f"hidden size {shape.hidden} is not divisible by {shape.heads} heads"
@@ -132,6 +133,7 @@ def _indivisible(job: Job) -> Iterator[str]:
         yield f"hidden size {shape.hidden} is not a multiple of {MULTIPLE}: {near_width(shape.hidden)} is the nearest"
     if shape.vocab % common:
         yield f"vocabulary of {shape.vocab} is not a multiple of {common}: pad it to {padded(shape.vocab, common)}"
+    multiple = MULTIPLE * job.mlp_split
     if shape.ffn % multiple:
         usual = f", and 8/3 of the hidden size is {swiglu_width(shape.hidden, multiple)}" if shape.gated else ""
         nearest = near_width(shape.ffn, multiple)

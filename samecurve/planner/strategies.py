@@ -12,7 +12,7 @@ from typing import Any
 from samecurve.config.documents import ConfigProblem, Document, KeyPath, format_problems
 from samecurve.errors import ConfigurationError
 from samecurve.planner.cluster import Cluster
-from samecurve.planner.inputs import ADAM, SEARCHED, PlanRequest
+from samecurve.planner.inputs import ADAM, GATHERING, SEARCHED, PlanRequest
 from samecurve.planner.job import Job, Sharding, StateBytes
 from samecurve.planner.stages import divide
 from samecurve.specs.environment import ROOT
@@ -213,13 +213,9 @@ def _exchanged(request: PlanRequest, strategy: Strategy) -> Iterator[tuple[str, 
             yield "ep", f"{text}, and {ranks} divides neither"
 
 
-# Families whose layers gather whole activations under transformers' plan (5.23): features are cut there, and no heads.
-_GATHERING = ("phi3",)
-
-
 def _indivisible(request: PlanRequest, strategy: Strategy, cuts_mlp: bool) -> Iterator[tuple[str, str]]:
     """Yield the sizes of the model that tensor parallelism cannot divide, as engines/tensor_parallel.check does."""
-    shape, size, gathers = request.shape, strategy.dims.tp, request.family in _GATHERING
+    shape, size, gathers = request.shape, strategy.dims.tp, request.family in GATHERING
     heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     counts = {"features": shape.hidden} if gathers else heads
     counts |= {"ids of the vocabulary": shape.vocab} | ({"features of an MLP": shape.ffn} if cuts_mlp else {})

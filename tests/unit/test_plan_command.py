@@ -495,8 +495,8 @@ def test_a_momentum_encoder_is_one_more_average_of_each_weight():
 
 def test_kernels_of_liger_are_said_to_be_left_out():
     liger = ["model.kernels=liger", "loss.implementation=liger"]
-    recipes = [inputs.read("recipes/pretrain.yaml", each).source.recipe for each in ([], liger)]
-    usual, found = (" ".join(inputs.left_out(each, gpu("H100"))) for each in recipes)
+    requests = [inputs.read("recipes/pretrain.yaml", each) for each in ([], liger)]
+    usual, found = (" ".join(inputs.left_out(each, gpu("H100"))) for each in requests)
     assert "liger" not in usual
     assert "model.kernels liger. Norms" in found and "loss.implementation liger. It is counted as chunked" in found
 

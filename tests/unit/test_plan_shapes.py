@@ -36,6 +36,15 @@ def test_tiles_beyond_the_edge():
     assert spilled.tiles == 4 and spilled.tile_efficiency == pytest.approx(129 * 257 / (4 * 128 * 256))
 
 
+def test_experts_are_whole_on_one_rank_of_those_that_share_them():
+    """On 8 ranks with 2 experts each, an expert gets 8 ranks' tokens: 8 x 4096 x 2 / 16, and tp cuts no MLP."""
+    mixture = replace(LLAMA_7B, ffn=1408, experts=16, top_k=2)
+    spread = job(mixture, strategy=strategy(8, tp=2, ep=8, zero=3, shard=8), stack="fsdp2")
+    inner = {product.name: product for product in shape_rules.products(spread)}
+    assert (inner["gate and up"].rows, inner["gate and up"].outputs, inner["down"].inputs) == (4096, 2816, 1408)
+    assert not any(text.startswith("MLP width") for text in shape_rules.complaints(spread))
+
+
 def test_width_of_a_gated_mlp():
     """8/3 x 4096 is 10922; 10944 ran 46 % faster on an H100. Llama's 11008 is the next multiple of 256."""
     assert 8 * 4096 // 3 == 10922 and shape_rules.swiglu_width(4096) == 10944

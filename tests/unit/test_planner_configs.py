@@ -112,8 +112,7 @@ def test_overrides_of_a_model_without_a_recipe(tmp_path):
 
 
 def limits(folder, *overrides: str) -> list[str]:
-    request = inputs.read(str(folder), overrides)
-    return inputs.left_out(request.source.recipe, gpu("H100"), request.window)
+    return inputs.left_out(inputs.read(str(folder), overrides), gpu("H100"))
 
 
 def test_what_is_not_in_the_numbers(tmp_path):
@@ -126,6 +125,8 @@ def test_what_is_not_in_the_numbers(tmp_path):
         assert any(line.startswith(text) for line in told), told
     for quiet in (["model.attention=sdpa"], ["model.attention=varlen", "batch.sequence_length=1024"]):
         assert not limits(tmp_path, *quiet)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"model_type": "phi3"}))
+    assert "model_type phi3. Tensor parallelism is counted as if it divided" in limits(tmp_path)[0]
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"sliding_window": 9, "use_sliding_window": False}))
     assert not limits(tmp_path, "model.attention=varlen")
 
