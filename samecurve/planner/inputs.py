@@ -211,6 +211,7 @@ class PlanRequest:
         # by what is known of the family; an engine tries the model's head
         is_scaled = fields.get("model_type") in families("whole_logits") or fields.get("final_logit_softcapping")
         in_chunks = loss_chunks.are_allowed(recipe.loss.implementation, recipe.precision) and not is_scaled
+        window = fields.get("sliding_window")
         return cls(
             shape,
             recipe.batch,
@@ -228,7 +229,7 @@ class PlanRequest:
             teacher,
             4 if recipe.task == "embed" and recipe.embed.queue else 0,
             sequences(recipe),
-            (fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0,
+            window if isinstance(window, int) and fields.get("use_sliding_window", True) else 0,
         )
 
     def with_memory(self, micro_batch: int, checkpointing: str) -> PlanRequest:
