@@ -264,8 +264,8 @@ def _start(assignment: Assignment, rank: Mapping[str, str]) -> subprocess.Popen:
     search = os.pathsep.join(filter(None, [package, rank.get("PYTHONPATH")]))
     environment = {**rank, "PYTHONPATH": search}
     if "TORCHELASTIC_USE_AGENT_STORE" in environment:
-        # torchrun's key-value store keeps the addresses of these processes; launch_env.meet_again gives each count a
-        # prefix of its own
+        # torchrun's key-value store keeps the addresses of these processes; launch_env.rejoin_after_restart gives each
+        # count a prefix of its own
         restart = rank.get("TORCHELASTIC_RESTART_COUNT", "0")
         environment["TORCHELASTIC_RESTART_COUNT"] = f"rehearsal {next(_COUNT)} of {restart}"
     command = [sys.executable, "-m", "samecurve.training.rehearsal"]
