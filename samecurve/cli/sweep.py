@@ -150,7 +150,6 @@ def compare(members: Sequence[Member], output: Path) -> str:
         value, member = min(ranked, key=lambda item: item[0])
         export = shlex.join(["python", "-m", "samecurve", "export", str(member.directory), "--dtype", "bf16"])
         best = f"best: {member.name}, held-out loss {number(value)} at its end; to export it:\n  {export}"
-        best = "\n".join([best, *_at_the_end(member, [other for _, other in ranked])])
     key = "eval_loss" if ranked else "loss"
     series = [Series(member.name, run.history.curves.get(key, []), index)
               for index, (member, run) in enumerate(zip(members, runs, strict=True))]  # fmt: skip
@@ -163,25 +162,6 @@ def compare(members: Sequence[Member], output: Path) -> str:
     for name, text in files.items():
         write_text(output / name, text)
     return "\n".join([*lines, "", *(str(output / name) for name in files), best])
-
-
-def _at_the_end(best: Member, members: Sequence[Member]) -> Iterator[str]:
-    """Say of which numbers the best one is the lowest or highest of three or more that were tried."""
-    for key, text in (override.split("=", 1) for override in best.overrides):
-        tried = {value for member in members if (value := _number(key, member.overrides)) is not None}
-        ends: dict[float | None, str] = (
-            {min(tried): "lowest", max(tried): "highest"} if len(tried) > 2 and key != "seed" else {}
-        )
-        if end := ends.get(_number(key, best.overrides)):
-            yield f"{key}: {text} is the {end} that was tried; try beyond it"
-
-
-def _number(key: str, overrides: Sequence[str]) -> float | None:
-    (text,) = (override.partition("=")[2] for override in overrides if override.startswith(f"{key}="))
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _write_array(arguments: argparse.Namespace, members: Sequence[Member]) -> None:

@@ -78,16 +78,6 @@ def run_sweep(tmp_path, *more) -> int:
     return commands.main(["sweep", RECIPE, *swept, *more, "--output", str(tmp_path / "s")])
 
 
-def test_a_best_value_at_the_end_of_those_tried_is_told(tmp_path):
-    """Of three or more numbers; the ends of two say nothing, and no seed is better than another."""
-    rates = {rate: sweep.Member(rate, tmp_path, [f"optimizer.learning_rate={rate}", "optimizer.name=adamw", "seed=0"])
-             for rate in ("1e-4", "3e-4", "1e-3")}  # fmt: skip
-    told = {rate: [*sweep._at_the_end(member, [*rates.values()])] for rate, member in rates.items()}
-    assert told["1e-3"] == ["optimizer.learning_rate: 1e-3 is the highest that was tried; try beyond it"]
-    assert "lowest" in told["1e-4"][0] and told["3e-4"] == []
-    assert not [*sweep._at_the_end(rates["1e-3"], [rates["1e-3"], rates["1e-4"]])]
-
-
 def test_a_stopped_sweep_goes_on(trainings, tmp_path, capsys):
     started, failing = trainings
     failing.add(("3e-3", "0"))
