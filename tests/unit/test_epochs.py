@@ -17,13 +17,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("pretrain", "continue_pretrain", "sft", "distill", "dpo", "reward", "classify", "embed", "mlm")
 EVERY_DAY = ("pretrain", "sft", "reward", "embed")  # packed, chats, pairs, and a loss across the batch
+SELDOM = tuple(task for task in TASKS if task not in EVERY_DAY)
 # (rows, rows per step, steps): all rows at once; two epochs, the end of the first one inside of a step
 SHORT, LONG = ([12, 12, 2], [14, 4, 7]), ([60, 60, 3], [60, 8, 15], [100, 64, 25])
 # Of texts that are cut into rows there are more, and so are the steps of an epoch.
 PACKED_STEPS, ROWS_PER_TEXT = 12, 3
+# each a process of its own; all but the first for `scripts/test.sh --full` only
+PROCESSES = {"short": (SHORT, EVERY_DAY), "short and seldom": (SHORT, SELDOM), "long": (LONG, TASKS)}
 
 
-def run(folder: Path, shapes, tasks=TASKS) -> dict[str, list[dict]]:
+def run(folder: Path, shapes, tasks) -> dict[str, list[dict]]:
     probe = Path(__file__).with_name("epoch_probe.py")
     wanted = dict.fromkeys(tasks, shapes)
     wanted["pretrain"] = [
@@ -38,40 +41,25 @@ def run(folder: Path, shapes, tasks=TASKS) -> dict[str, list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("epochs"), SHORT, EVERY_DAY)
+def epochs(request, tmp_path_factory) -> tuple[dict[str, list[dict]], int]:
+    """What the tasks of a process print, and how many of its lines are about each task."""
+    shapes, tasks = PROCESSES[request.param]
+    return run(tmp_path_factory.mktemp("epochs"), shapes, tasks), len(shapes)
 
 
-@pytest.fixture(scope="module")
-def short_of_all(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("epochs"), SHORT)
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("epochs"), LONG)
-
-
-@pytest.mark.parametrize("task", EVERY_DAY)
-def test_two_epochs_are_those_of_a_plain_loop(task, short):
-    check(short[task], len(SHORT))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("task", TASKS)
-def test_two_epochs_of_every_task(task, short_of_all):
-    check(short_of_all[task], len(SHORT))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("task", TASKS)
-def test_long_epochs_are_those_of_a_plain_loop(task, long):
-    check(long[task], len(LONG))
-
-
-def check(found: list[dict], num_shapes: int) -> None:
-    assert len(found) == num_shapes
-    for line in found:
+@pytest.mark.parametrize(
+    ("epochs", "task"),
+    [
+        pytest.param(name, task, marks=[] if name == "short" else pytest.mark.full)
+        for name, (_, tasks) in PROCESSES.items()
+        for task in tasks
+    ],
+    indirect=["epochs"],
+)
+def test_epochs_are_those_of_a_plain_loop(epochs, task):
+    found, num_shapes = epochs
+    assert len(found[task]) == num_shapes
+    for line in found[task]:
         read = [row for step in line["steps"] for row in step]
         assert len(read) >= line["rows"] and all(len(set(step)) == len(step) for step in line["steps"])
         for start in range(0, len(read) - line["rows"] + 1, line["rows"]):
