@@ -110,8 +110,7 @@ class Remembered(first_step.FirstStep):
 
 
 def main() -> None:
-    if sys.argv[1] == "unlinked":
-        del sys.argv[1]
+    if "UNLINKED" in os.environ:
         deepspeed_introspection.link_masters = lambda engine: None
     plan = preflight.plan(sys.argv[1:], os.environ)
     accelerator = factory.build_accelerator(plan)

@@ -157,13 +157,25 @@ class Workspace:
         key = (strategy, world, overrides, launcher)
         if key not in self._runs:
             directory = self.folder / f"run_{len(self._runs):03d}"
-            path = strategy if isinstance(strategy, Path) or strategy is None else self.strategy(strategy)
-            arguments = [str(self.recipe), f"output_dir={directory}", *overrides]
-            command = launch_command(launcher, path, world, self.folder) + arguments
-            if launcher != "accelerate" and path is not None:
-                command += ["--strategy", str(path)]
+            command = self._command(launcher, strategy, world, f"output_dir={directory}", *overrides)
             self._runs[key] = self.execute(command, directory)
         return self._runs[key]
+
+    def probe(
+        self,
+        script: str,
+        strategy: str | Path | None,
+        world: int,
+        *overrides: str,
+        launcher: str = "fork",
+        **environment: str,
+    ) -> dict:
+        """What a script beside this file, started with train.py's arguments, prints behind FOUND."""
+        path = str(Path(__file__).with_name(script))
+        command = self._command(launcher, strategy, world, *overrides, script=path)
+        run = self.execute(command, self.folder, **environment)
+        assert run.returncode == 0, run.output
+        return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
 
     def resume(
         self, source: Run, step: int, strategy: str | Path | None, world: int, *overrides: str, launcher: str = "fork"
@@ -172,10 +184,15 @@ class Workspace:
         directory = self.folder / f"resumed_{len(list(self.folder.iterdir()))}"
         shutil.copytree(source.directory, directory, ignore=shutil.ignore_patterns("model", "tensorboard", "step_*"))
         shutil.copytree(source.checkpoint(step), directory / "checkpoints" / source.checkpoint(step).name)
-        path = strategy if isinstance(strategy, Path) or strategy is None else self.strategy(strategy)
-        command = launch_command(launcher, path, world, self.folder)
-        command += [str(self.recipe), f"output_dir={directory}", *overrides]
-        return self.execute(command + (["--strategy", str(path)] if path else []), directory)
+        command = self._command(launcher, strategy, world, f"output_dir={directory}", *overrides)
+        return self.execute(command, directory)
+
+    def _command(
+        self, launcher: str, strategy: str | Path | None, world: int, *overrides: str, script: str = "train.py"
+    ) -> list[str]:
+        path = self.strategy(strategy) if isinstance(strategy, str) else strategy
+        command = [*launch_command(launcher, path, world, self.folder, script), str(self.recipe), *overrides]
+        return command if path is None or launcher == "accelerate" else [*command, "--strategy", str(path)]
 
     def execute(
         self, command: list[str], directory: Path, limit_seconds: float = LIMIT_SECONDS, **environment: str

@@ -66,22 +66,20 @@ def measured(accelerator, plan, task) -> dict:
 
 
 def main() -> None:
-    cases = json.loads(os.environ["CASES"])
+    cases, found = json.loads(os.environ["CASES"]), {}
     if cases:
         plan = preflight.plan(sys.argv[1:], os.environ)
         accelerator = factory.build_accelerator(plan)
         task = registry.load_task(plan.recipe)
-        found = {}
         for name, keys in cases.items():
             recipe = Recipe.model_validate({**plan.recipe.model_dump(), **keys})
             found[name] = measured(accelerator, replace(plan, recipe=recipe), task)
-        accelerator.print("CASES " + json.dumps(found))
         factory.build_accelerator = lambda plan: accelerator
-    train.train = watched(train.train)
+    train.train = watched(train.train, found)
     train.main()
 
 
-def watched(train_loop):
+def watched(train_loop, cases: dict):
     """The loop with a note of each collection: after which step, whether Python began it by itself, and the bytes of
     tensors that had to wait for it."""
 
@@ -101,7 +99,7 @@ def watched(train_loop):
         gc.set_debug(0)
         gc.callbacks.remove(note)
         of_all = session.context.world.conclude(seen, list)
-        session.context.accelerator.print("COLLECTED " + json.dumps(of_all))
+        session.context.accelerator.print("FOUND " + json.dumps([cases, of_all]))
 
     return loop
 

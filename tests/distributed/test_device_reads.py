@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from harness import launch_command, long
+from harness import long
 from reads import Reads
 from test_equal_curves import CUT_ROWS, ENGINES, SCHEDULES
 from torch import Tensor
 
+PROBE = "device_reads_probe.py"
 WORLDS = {"single": 1, "hsdp": 4, "fsdp_tp": 4, "zero3_hpz": 4, "fsdp_tp_cp": 4}
 WAIT = "engines/step_sums.py: read"  # of loss, statistics and routers; their copy began before that of the norm
 NORM = "accelerator/accelerator.py: clip_grad_norm_"  # the only wait for what was queued, beside the update
@@ -41,7 +41,7 @@ ROUTERS = f"model.config={json.dumps(MIXTRAL)}", "model.router_loss=batch", "dat
     ],
 )
 def test_a_step_waits_once(strategy, overrides, workspace):
-    found = probe(strategy, overrides, workspace)
+    found = workspace.probe(PROBE, strategy, WORLDS.get(strategy, 2), "batch.micro_batch_size=2", *overrides)
     allowed = {WAIT: 1, NORM: 1, ON_HOST: 1}
     allowed |= {COUNTS: 1, DROPOUT: found["num_micro_batches"]}
     allowed |= {OF_PART: 2 * found["num_micro_batches"] if strategy in CUT_ROWS else 0}
@@ -58,20 +58,9 @@ def test_a_step_waits_once(strategy, overrides, workspace):
 
 @pytest.mark.full
 def test_a_read_in_the_middle_is_found_with_its_stack(workspace):
-    found = probe("single", ("plant",), workspace)
+    found = workspace.probe(PROBE, "single", 1, "batch.micro_batch_size=2", PLANT_A_READ="1")
     planted = [stack for _, kind, stack in found["reads"] if kind == "item"]
-    assert len(planted) == found["num_micro_batches"] and "device_reads_probe.py" in planted[0], found["reads"]
-
-
-def probe(strategy: str, overrides: tuple[str, ...], workspace) -> dict:
-    path, world = workspace.strategy(strategy), WORLDS.get(strategy, 2)
-    script = str(Path(__file__).with_name("device_reads_probe.py"))
-    command = launch_command("fork", path, world, workspace.folder, script)
-    more = {"PLANT_A_READ": "1"} if "plant" in overrides else {}
-    keys = [str(workspace.recipe), "batch.micro_batch_size=2", *(key for key in overrides if key != "plant")]
-    run = workspace.execute([*command, *keys, "--strategy", str(path)], workspace.folder, **more)
-    assert run.returncode == 0, run.output
-    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    assert len(planted) == found["num_micro_batches"] and PROBE in planted[0], found["reads"]
 
 
 def index_put(values: Tensor) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from harness import Workspace, launch_command, long
+from harness import Workspace, long
 from test_equal_curves import ENGINES, libaio_is_installed
 from test_router_curves import MODEL
 
@@ -54,27 +53,15 @@ def test_masters_linked_to_other_weights(strategy, workspace):
     """As DeepSpeed links them under round_robin_gradients, see deepspeed_introspection.link_masters."""
     key = "zero_optimization.round_robin_gradients=true"
     path = write_changed(workspace.strategy(strategy), (key,), workspace.folder / f"unlinked_{strategy}")
-    found = probe(workspace, path, 2 if strategy == "zero2" else 4, script_arguments=("unlinked",))
+    found = probe(workspace, path, 2 if strategy == "zero2" else 4, UNLINKED="1")
     assert "the weights that the model computes with are not the optimizer's" in found["as it should be"]
 
 
 def probe(
-    workspace: Workspace, strategy: str | Path, world: int, *overrides: str, script_arguments: tuple[str, ...] = ()
+    workspace: Workspace, strategy: str | Path, world: int, *overrides: str, **environment: str
 ) -> dict[str, str]:
-    path = strategy if isinstance(strategy, Path) else workspace.strategy(strategy)
-    script = str(Path(__file__).with_name("first_step_probe.py"))
-    command = launch_command("fork", path, world, workspace.folder, script)
-    arguments = [
-        *script_arguments,
-        str(workspace.recipe),
-        *overrides,
-        "batch.micro_batch_size=1",
-        "--strategy",
-        str(path),
-    ]
-    run = workspace.execute([*command, *arguments], workspace.folder)
-    assert run.returncode == 0, run.output
-    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    rows = "batch.micro_batch_size=1"
+    return workspace.probe("first_step_probe.py", strategy, world, *overrides, rows, **environment)
 
 
 def assert_found(found: dict[str, str], strategy: str, max_grad_norm: float = 0.8) -> None:

@@ -6,7 +6,6 @@ By Triton's interpreter, in fp32: see tests/unit/interpreted.py.
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 from harness import LLAMA
@@ -19,7 +18,7 @@ SMALL = {**LLAMA, "num_hidden_layers": 2}
 # one program of a kernel after the other, so as few tokens as there can be
 FEW = "batch.sequence_length=8", "batch.global_batch_size=4", "data.validation_fraction=0.02"
 OVERRIDES = ("model.config.num_hidden_layers=2", *FEW)
-SCRIPT = Path(__file__).with_name("kernels_curves_probe.py")
+SCRIPT = "kernels_curves_probe.py"
 FULL = {"memory": {"activation_checkpointing": "full"}}
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import largest_relative_difference, launch_command, long
+from harness import largest_relative_difference, long
 
 LAUNCHERS = ["torchrun", "accelerate", "deepspeed"]
 
@@ -30,15 +30,8 @@ def test_same_plugins(strategy, workspace):
 
 
 def plugins(workspace, strategy: str, launcher: str) -> dict:
-    path, script = workspace.strategy(strategy), str(Path(__file__).with_name("plugins_probe.py"))
     world = 4 if strategy == "hsdp" else 2
-    command = launch_command(launcher, path, world, workspace.folder, script)
-    arguments = [str(workspace.recipe), "batch.micro_batch_size=2"]
-    if launcher != "accelerate":
-        arguments += ["--strategy", str(path)]
-    run = workspace.execute(command + arguments, workspace.folder)
-    assert run.returncode == 0, run.output
-    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    return workspace.probe("plugins_probe.py", strategy, world, "batch.micro_batch_size=2", launcher=launcher)
 
 
 # quickstart.sh, which the tests run every day, starts with `accelerate launch`

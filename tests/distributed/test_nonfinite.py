@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import launch_command, long
+from harness import long
 from safetensors.torch import load_file, save_file
 from test_equal_curves import ENGINES, LOSS, NORM, SCHEDULES
 
@@ -60,13 +60,8 @@ def single(workspace) -> dict:
 
 
 def probe(strategy: str, precision: str, workspace) -> dict:
-    path, world = workspace.strategy(strategy), 1 if strategy == "single" else 2
-    script = str(Path(__file__).with_name("nonfinite_probe.py"))
-    command = launch_command("fork", path, world, workspace.folder, script)
-    arguments = [str(workspace.recipe), f"precision={precision}", "batch.micro_batch_size=2", "--strategy", str(path)]
-    run = workspace.execute(command + arguments, workspace.folder)
-    assert run.returncode == 0, run.output
-    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    overrides = f"precision={precision}", "batch.micro_batch_size=2"
+    return workspace.probe("nonfinite_probe.py", strategy, 1 if strategy == "single" else 2, *overrides)
 
 
 @pytest.mark.parametrize("strategy", [None, "zero3", *long("ddp", "pipeline")])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import LLAMA, Run, largest_relative_difference, launch_command, long, relative_l2
+from harness import LLAMA, Run, largest_relative_difference, long, relative_l2
 from schedule_traces import replayed_idle, traced
 
 from samecurve.strategy.timetables import idle_slots
@@ -41,12 +41,9 @@ def one_process_tree(workspace) -> tuple[Run, dict]:
     shape = UNTIED_OR_TIED[True]
     expected = short_run(workspace, None, 1, "batch.micro_batch_size=8", shape)
     files = [workspace.strategy(name) for name in ENGINES if name != "pipeline_1f1b"]
-    command = launch_command("fork", files[0], 2, workspace.folder, str(Path(__file__).with_name("schedules_probe.py")))
-    command += [str(workspace.recipe), *SETTINGS, "batch.micro_batch_size=2", shape]
+    overrides = *SETTINGS, "batch.micro_batch_size=2", shape
     environment = {"STRATEGIES": ",".join(map(str, files)), "REFERENCE": str(expected.directory / WEIGHTS_FILE)}
-    run = workspace.execute(command, workspace.folder / "schedules", **environment)
-    assert run.returncode == 0, run.output
-    return expected, json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    return expected, workspace.probe("schedules_probe.py", files[0], 2, *overrides, **environment)
 
 
 @pytest.mark.parametrize("strategy", [name for name in ENGINES if name != "pipeline_1f1b"])

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import LLAMA, Workspace, launch_command
+from harness import LLAMA, Workspace
 from planted_norm_probe import ERRORS
 from test_expert_parallel import COMMON, CONFIGS
 
@@ -45,14 +45,8 @@ def model_of(strategy: str) -> dict:
 
 
 def probe(workspace: Workspace, path: Path | None, world: int, micro_batch: int, model: dict, *errors: str) -> dict:
-    script = Path(__file__).with_name("planted_norm_probe.py")
-    arguments = [str(workspace.recipe), "data.packing=true", f"model.config={json.dumps(model)}"]
-    arguments += [f"batch.micro_batch_size={micro_batch}"]
-    command = launch_command("fork", path, world, workspace.folder, str(script)) + arguments
-    command += ["--strategy", str(path)] if path else []
-    run = workspace.execute(command, workspace.folder, CASES=",".join(("none", *errors)))
-    assert run.returncode == 0, run.output
-    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    overrides = "data.packing=true", f"model.config={json.dumps(model)}", f"batch.micro_batch_size={micro_batch}"
+    return workspace.probe("planted_norm_probe.py", path, world, *overrides, CASES=",".join(("none", *errors)))
 
 
 def test_each_error_is_planted_somewhere():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from harness import launch_command, long
+from harness import long
 
 SCHEDULE = ("steps=13", "memory.garbage_collection_steps=4", "evaluate.every_steps=6", "checkpoint.every_steps=5")
 AFTER = [1, 4, 5, 6, 8, 10, 12]
@@ -18,15 +17,9 @@ SMALL = 10_000  # bytes: what else a step leaves, of which not all has a Python 
 
 
 def probe(workspace, strategy: str, cases: dict, world: int = 2) -> tuple[dict, list]:
-    path = workspace.strategy(strategy)
-    script, output_dir = Path(__file__).with_name("rank_symmetry_probe.py"), workspace.folder / f"even_{strategy}"
-    command = launch_command("fork", path, world, workspace.folder, str(script))
-    arguments = [*SCHEDULE, f"batch.micro_batch_size={4 // world}", f"output_dir={output_dir}"]
-    arguments = [str(workspace.recipe), "precision=bf16", *arguments, "--strategy", str(path)]
-    run = workspace.execute(command + arguments, workspace.folder, CASES=json.dumps(cases))
-    assert run.returncode == 0, run.output
-    texts = {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in run.output.splitlines() if " " in line}
-    return json.loads(texts.get("CASES", "{}")), json.loads(texts["COLLECTED"])
+    overrides = [*SCHEDULE, "precision=bf16", f"batch.micro_batch_size={4 // world}"]
+    overrides += [f"output_dir={workspace.folder / f'even_{strategy}'}"]
+    return workspace.probe("rank_symmetry_probe.py", strategy, world, *overrides, CASES=json.dumps(cases))
 
 
 def assert_collected(of_all: list) -> None:

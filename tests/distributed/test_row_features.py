@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from harness import launch_command, long
+from harness import long
 from test_equal_curves import ENGINES
 
 
@@ -14,13 +11,7 @@ from test_equal_curves import ENGINES
     ("strategy", "world"), [("pipeline", 2), *long(("pipeline", 4), ("ddp", 2), ("fsdp", 2), ("zero3", 2))]
 )
 def test_features_statistics_and_further_targets(strategy, world, workspace):
-    path = workspace.strategy(strategy)
-    script = str(Path(__file__).with_name("row_features_probe.py"))
-    command = launch_command("fork", path, world, workspace.folder, script)
-    arguments = [str(workspace.recipe), "batch.micro_batch_size=4", "--strategy", str(path)]
-    run = workspace.execute(command + arguments, workspace.folder)
-    assert run.returncode == 0, run.output
-    found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    found = workspace.probe("row_features_probe.py", strategy, world, "batch.micro_batch_size=4")
     assert found["engine"] == ENGINES[strategy]
     assert found["rows"] > 10 and found["equal"]
     assert found["features"] < 1e-3  # of sums of some 30 log-likelihoods of about 6 each

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import LLAMA, launch_command, long
+from harness import LLAMA, long
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 LARGE = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
@@ -47,19 +47,12 @@ def test_saving_and_loading_hold_a_few_parameters(strategy, workspace, reference
 
 
 def probe(name: str, strategy: str, model: dict, workspace, reference, output_dir: Path | None = None) -> dict:
-    path = workspace.strategy(strategy)
-    command = launch_command("torchrun", path, 2, workspace.folder, str(Path(__file__).with_name(name)))
     tokenizer = {"path": str(reference.directory / "model")}
     arguments = [f"model={json.dumps(model)}", f"tokenizer={json.dumps(tokenizer)}", "batch.micro_batch_size=2"]
     arguments += [f"output_dir={output_dir}"] if output_dir else []
-    run = workspace.execute(
-        [*command, str(workspace.recipe), *arguments, "--strategy", str(path)],
-        workspace.folder,
-        MALLOC_ARENA_MAX="1",
-        MALLOC_MMAP_THRESHOLD_="65536",  # freed tensors go back to the system, so the peak is of what is held
-    )
-    assert run.returncode == 0, run.output
-    found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    # freed tensors go back to the system, so the peak is of what is held
+    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    found = workspace.probe(name, strategy, 2, *arguments, launcher="torchrun", **allocator)
     assert found["weights_mib"] > 100
     print(found)
     return found

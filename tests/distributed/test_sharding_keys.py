@@ -3,11 +3,8 @@ stays that of a single process."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from harness import SAVE_EVERY, largest_relative_difference, launch_command, long, relative_l2
+from harness import SAVE_EVERY, largest_relative_difference, long, relative_l2
 from sharding_probe import STEPS
 from test_profile import ACCUMULATED, check_ledger, profiled
 
@@ -30,12 +27,7 @@ SMALL = tuple(f"zero_optimization.{key}={value}" for key, value in NUMBERS.items
 def probe(workspace, strategy: str, *keys: str) -> dict:
     folder = workspace.folder / f"keys_{len(list(workspace.folder.iterdir()))}"
     path = write_changed(workspace.strategy(strategy), keys, folder)
-    script = str(Path(__file__).with_name("sharding_probe.py"))
-    command = launch_command("fork", path, 2, folder, script)
-    arguments = [str(workspace.recipe), f"batch.micro_batch_size={8 // 2 // MICRO_BATCHES}", "--strategy", str(path)]
-    run = workspace.execute([*command, *arguments], folder)
-    assert run.returncode == 0, run.output
-    return json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+    return workspace.probe("sharding_probe.py", path, 2, f"batch.micro_batch_size={8 // 2 // MICRO_BATCHES}")
 
 
 def assert_follows(found: dict, reference, tolerances: tuple[float, float]) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
-from harness import Run, launch_command, long
+from harness import long
 from test_equal_curves import ENGINES
 
 PLAIN = "none"
@@ -33,18 +32,12 @@ COMPILED = {
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
 
 
-PROBE = Path(__file__).with_name("options_probe.py")
-
-
-def probe(workspace, strategy: str, cases: dict, *overrides: str, script: Path = PROBE, launcher: str = "fork") -> dict:
-    world, path = (1, None) if strategy == "single" else (2, workspace.strategy(strategy))
-    command = launch_command(launcher, path, world, workspace.folder, str(script))
-    arguments = [str(workspace.recipe), "batch.micro_batch_size=2", *overrides]
-    run: Run = workspace.execute(
-        command + arguments + (["--strategy", str(path)] if path else []), workspace.folder, CASES=json.dumps(cases)
-    )
-    assert run.returncode == 0, run.output
-    found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])
+def probe(
+    workspace, strategy: str, cases: dict, *overrides: str, script: str = "options_probe.py", launcher: str = "fork"
+) -> dict:
+    world, path = (1, None) if strategy == "single" else (2, strategy)
+    overrides = ("batch.micro_batch_size=2", *overrides)
+    found = workspace.probe(script, path, world, *overrides, launcher=launcher, CASES=json.dumps(cases))
     assert found.keys() == cases.keys()
     assert {case["engine"] for case in found.values()} == {ENGINES[strategy]}
     return found

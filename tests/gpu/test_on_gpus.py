@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from harness import LLAMA, RECIPE, ROOT, Run, Workspace, launch_command
+from harness import LLAMA, RECIPE, ROOT, Run, Workspace
 from test_equal_curves import ENGINES as ON_A_CPU
 from test_equal_curves import SCHEDULES
 
@@ -33,7 +33,6 @@ SHARED = 2 if NUM_DEVICES == 1 else 0
 WORLDS = sorted({1, NUM_DEVICES, SHARED} - {0})
 ENGINES = ON_A_CPU | ({"fsdp_offload": ON_A_CPU["fsdp"]} if ON_GPU else {})
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-PROBE = ROOT / "tests" / "distributed" / "options_probe.py"
 CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}  # flex_attention wants 16 at least
 OVERRIDES = (
     "data.packing=true",
@@ -111,14 +110,13 @@ def probe(workspace):
     @cache
     def probed(strategy: str, world: int, precision: str, keys: str, **environment: str) -> dict:
         needs(strategy)
-        path = None if strategy == "single" else workspace.strategy(strategy)
-        command = launch_command("torchrun" if path else "python", path, world, workspace.folder, str(PROBE))
-        command += [str(workspace.recipe), *OVERRIDES, rows_at_once(strategy, world), f"precision={precision}"]
-        command += ["--strategy", str(path)] if path else []
-        shares = {cpu_bridge.SHARE_GPUS: "1"} if world > NUM_DEVICES else {}
-        run = workspace.execute(command, workspace.folder, CASES=f'{{"case": {keys}}}', **shares, **environment)
-        assert run.returncode == 0, run.output
-        found = json.loads(run.output.split("FOUND ", 1)[1].splitlines()[0])["case"]
+        alone = strategy == "single"
+        overrides = *OVERRIDES, rows_at_once(strategy, world), f"precision={precision}"
+        environment |= {cpu_bridge.SHARE_GPUS: "1"} if world > NUM_DEVICES else {}
+        environment |= {"CASES": f'{{"case": {keys}}}'}
+        launcher = "python" if alone else "torchrun"
+        name = None if alone else strategy
+        found = workspace.probe("options_probe.py", name, world, *overrides, launcher=launcher, **environment)["case"]
         assert found["engine"] == ENGINES[strategy]
         return found
 
