@@ -12,7 +12,7 @@ import accelerate
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from samecurve.errors import ConfigurationError
-from samecurve.specs.trackers import PREFIXES
+from samecurve.specs.trackers import PREFIXES, RUN_IDS
 from samecurve.storage.atomic import write_json
 from samecurve.storage.object_store import credentials_problem, is_url, without_secrets
 from samecurve.storage.records import read_record
@@ -24,7 +24,6 @@ _PROJECTS = {
     "trackio": "TRACKIO_PROJECT",
 }  # Accelerate itself reads those of mlflow and clearml
 _ACCOUNT = {"mlflow": " (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD)", "wandb": " (WANDB_API_KEY)"}
-RUN_IDS = "trackers/runs.json"  # in logging_dir: the run's names in its trackers, by which a later session continues it
 
 
 class Trackers(accelerate.Accelerator):

@@ -20,6 +20,7 @@ from samecurve.checkpoint.manifest import (
     step_of,
 )
 from samecurve.errors import CheckpointError, ConfigurationError
+from samecurve.specs.trackers import RUN_IDS
 from samecurve.storage.atomic import storage_errors, write_bytes
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.jsonl import last_record
@@ -36,8 +37,6 @@ LIVE_SECONDS, POLL_SECONDS = 180.0, 5.0  # three of the owner's signs of life; h
 # Records that a session on another machine continues. The last one shows whether they have been fetched already, see
 # `_fetch_history`.
 HISTORY = ("run.json", "skipped.jsonl", "metrics.jsonl")
-TRACKERS = "trackers/runs.json"
-"""The run's names in its trackers, see accelerator/trackers.py."""
 
 
 def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
@@ -225,10 +224,10 @@ def _fetch_history(store: ObjectStore, run: Path, step: int) -> None:
     if (record := last_record(run / HISTORY[-1])) and record["step"] >= step:
         return
     sizes = store.sizes("")
-    if (ids := store.read(TRACKERS)) is not None:  # so that the trackers go on with the same runs
-        with storage_errors(run / TRACKERS):
-            (run / TRACKERS).parent.mkdir(exist_ok=True)
-            write_bytes(run / TRACKERS, [ids])
+    if (ids := store.read(RUN_IDS)) is not None:  # so that the trackers go on with the same runs
+        with storage_errors(run / RUN_IDS):
+            (run / RUN_IDS).parent.mkdir(exist_ok=True)
+            write_bytes(run / RUN_IDS, [ids])
     for name in (name for name in HISTORY if name in sizes):
         partial = run / f".{name}.partial"
         with storage_errors(partial):

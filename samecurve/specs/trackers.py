@@ -24,3 +24,6 @@ else:
 # of the environment variables that say where a tracker sends its metrics, such as MLFLOW_TRACKING_URI
 PREFIXES = {"wandb": "WANDB_", "mlflow": "MLFLOW_", "comet_ml": "COMET_", "clearml": "CLEARML_", "swanlab": "SWANLAB_"}
 PREFIXES |= {"trackio": "TRACKIO_", "aim": "AIM_", "dvclive": "DVC_"}
+
+RUN_IDS = "trackers/runs.json"
+"""In logging_dir and in the run directory: the run's names in its trackers, by which a later session continues it."""
