@@ -28,11 +28,9 @@ from torch import distributed as dist
 from samecurve.bench import jobs, printing, timing
 from samecurve.bench.collective_calls import COLLECTIVES, Buffers, Collective, is_unsupported
 from samecurve.distributed import network
-from samecurve.distributed.affinity import num_cores
 from samecurve.errors import ConfigurationError
 
 FEWEST, MOST = 3, 200  # calls per size
-PROCESSES_PER_CORE = 8  # a thousand Python processes on two cores take all of a machine's memory
 
 
 def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
@@ -44,10 +42,8 @@ def run(arguments: argparse.Namespace, sizes: Sequence[int]) -> int:
     if "RANK" in os.environ:
         return _measure(arguments, backend, names, sizes)
     num_gpus = torch.cuda.device_count()
-    processes = arguments.num_processes or (num_gpus if backend == "nccl" else 2)
-    if backend == "gloo" and processes > (most := PROCESSES_PER_CORE * num_cores()):
-        cores = f"this machine has {num_cores()} cores; start at most {most}, {PROCESSES_PER_CORE} per core"
-        raise ConfigurationError(f"--num_processes: found {processes}, but {cores}")
+    asked = arguments.num_processes
+    processes = jobs.count_processes(asked) if backend == "gloo" else asked or num_gpus
     if processes < 2 or (backend == "nccl" and processes > num_gpus):
         gpus = f", with a GPU each for NCCL (found {num_gpus}); try --backend gloo --num_processes 2"
         raise ConfigurationError(

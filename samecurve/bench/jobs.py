@@ -20,7 +20,7 @@ from typing import IO
 from samecurve.config import loader as recipes
 from samecurve.config.inheritance import UNITS, latest_overrides
 from samecurve.config.key_hints import near_file
-from samecurve.distributed.affinity import share_of_cores
+from samecurve.distributed.affinity import num_cores, share_of_cores
 from samecurve.errors import ConfigurationError
 from samecurve.reports.history import History
 from samecurve.run.run_directory import RunDirectory, last_step
@@ -32,6 +32,7 @@ from samecurve.strategy.placement import REFERENCE, place_strategy
 from samecurve.strategy.resolve import strategy_path
 
 POLL_SECONDS = 0.5
+PROCESSES_PER_CORE = 8  # a thousand Python processes on two cores take all of a machine's memory
 RANKS = ("-m", "samecurve.launch.ranks")
 
 
@@ -133,6 +134,15 @@ def default_processes() -> int:
     import torch
 
     return torch.cuda.device_count() or 2
+
+
+def count_processes(asked: int | None, num_gpus: int = 0) -> int:
+    """Return the number of processes. Raises ConfigurationError for more than there are GPUs, or than cores can run."""
+    most = num_gpus or PROCESSES_PER_CORE * num_cores()
+    if asked and asked > most:
+        why = "one per GPU" if num_gpus else f"{PROCESSES_PER_CORE} per core"
+        raise ConfigurationError(f"--num_processes: found {asked}, but at most {most} can be started here, {why}")
+    return asked or num_gpus or 2
 
 
 def run(job: StrategyJob, arguments: Sequence[str], directory: Path, on_progress: Callable[[int], None]) -> Outcome:

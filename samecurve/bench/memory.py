@@ -13,13 +13,11 @@ from pathlib import Path
 import torch
 
 from samecurve.bench import jobs, printing, timing
-from samecurve.distributed.affinity import num_cores
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.storage.records import read_record
 
 PROBE = "samecurve.bench.memory_probe"
 LIBRARIES = ("torch", "deepspeed")  # as the planner's Job.library
-PROCESSES_PER_CORE = 8  # as in collectives.py
 LOG_LINES = 10  # of a probe that fails
 
 Parts = Mapping[str, float]
@@ -31,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         raise ConfigurationError("bench memory: starts its processes itself, on one machine; leave out the launcher")
     num_gpus = torch.cuda.device_count()
-    processes = _processes(arguments.num_processes, num_gpus)
+    processes = jobs.count_processes(arguments.num_processes, num_gpus)
     # DeepSpeed adds nothing on a GPU but tensors
     libraries = LIBRARIES[:1] if num_gpus or not find_spec("deepspeed") else LIBRARIES
     parts = {library: measure(library, processes) for library in libraries}
@@ -41,15 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     report(parts, processes, num_gpus)
     printing.write_json_file(arguments.json, "memory", facts, processes=processes, parts_gib=parts)
     return 0
-
-
-def _processes(asked: int | None, num_gpus: int) -> int:
-    """Return the number of processes. Raises ConfigurationError for more than there are GPUs, or than cores can run."""
-    most = num_gpus or PROCESSES_PER_CORE * num_cores()
-    if asked and asked > most:
-        why = "one per GPU" if num_gpus else f"{PROCESSES_PER_CORE} per core"
-        raise ConfigurationError(f"--num_processes: found {asked}, but at most {most} can be started here, {why}")
-    return asked or num_gpus or 2
 
 
 def measure(library: str, processes: int) -> Parts:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_calibration import BENCH, PROCESS, RECIPE, bench, job_of, recorded
 
-from samecurve.bench import memory, memory_probe
+from samecurve.bench import jobs, memory, memory_probe
 from samecurve.cli.commands import main
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.planner import calibrate, calibration, cluster, forecast, plan_text, step_time
@@ -150,11 +150,11 @@ def test_the_table(capsys):
 
 def test_how_many_processes(monkeypatch, capsys):
     monkeypatch.setattr(memory, "measure", None)  # none is started, even if let through
-    monkeypatch.setattr(memory, "num_cores", lambda: 2)
-    assert [memory._processes(*each) for each in ((None, 0), (None, 8), (3, 0), (1, 8))] == [2, 8, 3, 1]
+    monkeypatch.setattr(jobs, "num_cores", lambda: 2)
+    assert [jobs.count_processes(*each) for each in ((None, 0), (None, 8), (3, 0), (1, 8))] == [2, 8, 3, 1]
     for asked, gpus, why in ((9, 8, "at most 8 .*, one per GPU"), (17, 0, "at most 16 .*, 8 per core")):
         with pytest.raises(ConfigurationError, match=f"--num_processes: found {asked}, but {why}"):
-            memory._processes(asked, gpus)
+            jobs.count_processes(asked, gpus)
     assert main(["bench", "memory", "--num_processes", "0"]) == ConfigurationError.exit_code
     monkeypatch.setenv("RANK", "0")
     assert main(["bench", "memory"]) == ConfigurationError.exit_code
