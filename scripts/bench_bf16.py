@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bf16.page import page  # noqa: E402
+from benchmarks.bf16 import page  # noqa: E402
 
 PAGE = ROOT / "benchmarks" / "bf16.md"
 

@@ -15,8 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.checkpoint.page import report  # noqa: E402
-from benchmarks.checkpoint.runs import hashing, saving  # noqa: E402
+from benchmarks.checkpoint import hashing, report, saving  # noqa: E402
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero3")
 

@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.machine import commit  # noqa: E402
-from benchmarks.options.page import Began, heading, shown  # noqa: E402
-from benchmarks.options.tables import PAGES, RECIPE, WARM_UP, Table  # noqa: E402
+from benchmarks.options import PAGES, RECIPE, WARM_UP, Began, Table, heading, shown  # noqa: E402
 from samecurve.distributed.affinity import share_of_cores  # noqa: E402
 
 

@@ -18,8 +18,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.curves.page import page, with_overview  # noqa: E402
-from benchmarks.curves.runs import PAGE, RESULTS, STRATEGIES, measure, merged, recipe_names  # noqa: E402
+from benchmarks.curves import (  # noqa: E402
+    PAGE,
+    RESULTS,
+    STRATEGIES,
+    measure,
+    merged,
+    page,
+    recipe_names,
+    with_overview,
+)
 
 
 def main() -> None:

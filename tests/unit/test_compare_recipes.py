@@ -8,8 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.curves.page import conditions, overview, page, with_overview
-from benchmarks.curves.runs import PAGE, RESULTS, STRATEGIES, cell, merged, overrides_of, recipe_names
+from benchmarks.curves import (
+    PAGE,
+    RESULTS,
+    STRATEGIES,
+    cell,
+    conditions,
+    merged,
+    overrides_of,
+    overview,
+    page,
+    recipe_names,
+    with_overview,
+)
 from samecurve.bench.jobs import Outcome, StrategyJob
 
 
@@ -58,7 +69,7 @@ def test_page():
 
 
 def test_what_is_not_as_shipped(monkeypatch):
-    monkeypatch.setattr("benchmarks.curves.runs.pretrained", lambda: Path("small"))
+    monkeypatch.setattr("benchmarks.curves.pretrained", lambda: Path("small"))
     assert overrides_of("classify") == ()
     assert overrides_of("lora") == ("model.path=small", "batch.sequence_length=256")
     assert overrides_of("distill")[1] == "distill.teacher=small"

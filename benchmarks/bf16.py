@@ -1,7 +1,8 @@
-"""Bytes and copies of bf16 training that a CPU can count, with and without what saves them."""
+"""Bytes and copies of bf16 training that a CPU can count, with and without what saves them, as a page."""
 
 from __future__ import annotations
 
+from datetime import date
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,9 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.machine import commit
+from benchmarks.markdown import table
 from samecurve.config.schema import Adapter, Memory
 from samecurve.models import bf16_copies, fp32_weights, lora
 from samecurve.models.activation_checkpointing import checkpoint_layers, layers
+from samecurve.specs.environment import version
 
 TOKENS = 512
 SHAPE = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
@@ -80,3 +84,24 @@ def random_states(preserve: bool) -> int:
     ):
         pass_through(model)
     return read.call_count + written.call_count
+
+
+def page() -> str:
+    before, after = kept_bytes(copies=False), kept_bytes(copies=True)
+    rows = [
+        ["B1", "activations kept for the backward pass, MB", *(f"{each[0] / 1e6:.1f}" for each in (before, after))],
+        ["B1", "bf16 copies of weights kept with them, MB", *(f"{each[1] / 1e6:.1f}" for each in (before, after))],
+        ["B10", "frozen weights under LoRA, MB", *(f"{frozen_bytes(each) / 1e6:.2f}" for each in (False, True))],
+        ["B12", "copies of the random state", *(str(random_states(each)) for each in (True, False))],
+    ]
+    shape = ", ".join(f"{key} {value}" for key, value in SHAPE.items())
+    return f"""# What bf16 training keeps and copies
+
+Counted on {date.today()} at {commit("benchmarks/bf16.md")} by `python scripts/bench_bf16.py` on a CPU;
+torch {version("torch")}, transformers {version("transformers")}.
+A Llama ({shape}) passes one row of {TOKENS} tokens forward and backward. The letters are those of
+[GPUs](../docs/gpu.md). Before B1: autocast over fp32 weights; after: bf16 copies of them. Before B12:
+`torch.utils.checkpoint` as it is, with all layers recomputed.
+
+{table(["", "", "before", "after"], rows)}
+"""

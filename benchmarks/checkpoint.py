@@ -1,19 +1,23 @@
-"""Measurements of a checkpoint: its file with and without a hash, and training that waits for it or does not."""
+"""Cost of a checkpoint as a page: its file with and without a hash, and training that waits for it or does not."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
-from samecurve.checkpoint import commit
+from benchmarks.machine import commit
+from samecurve.checkpoint import commit as protocol
+from samecurve.specs.environment import versions
 from samecurve.storage.filesystem import LocalFileSystem
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 FILE_MIB, PAIRS = 512, 9
 # 45 million parameters: 541 MB of weights and moments
@@ -31,14 +35,14 @@ def hashing(folder: Path) -> tuple[float, float]:
         def hexdigest(self):
             return ""
 
-    content, path, sha256 = os.urandom(FILE_MIB * MIB), folder / "file", commit.hashlib.sha256
+    content, path, sha256 = os.urandom(FILE_MIB * MIB), folder / "file", protocol.hashlib.sha256
 
     def seconds(hasher) -> float:
-        commit.hashlib.sha256 = hasher
+        protocol.hashlib.sha256 = hasher
         began = time.perf_counter()
-        commit.write_file(LocalFileSystem(), path, [content])
+        protocol.write_file(LocalFileSystem(), path, [content])
         taken = time.perf_counter() - began
-        commit.hashlib.sha256 = sha256
+        protocol.hashlib.sha256 = sha256
         path.unlink()
         return taken
 
@@ -72,3 +76,29 @@ def train(strategy: str, background: bool, directory: Path) -> list[dict]:
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def report(hashed: tuple[float, float], saves: list[dict]) -> str:
+    rows = "\n".join(
+        f"| {each['strategy']} | {each['step']:.2f} | {each['beside']:.3f} | {each['waiting']:.3f} | "
+        f"{each['beside'] / each['waiting']:.2f} |"
+        for each in saves
+    )
+    found = {name: version for name, version in versions().items() if version and name != "samecurve"}
+    listed = ", ".join(f"{name} {version}" for name, version in found.items())
+    return f"""# What a checkpoint costs
+
+Measured on {date.today()} at {commit("benchmarks/checkpoint.md")} by `python scripts/bench_checkpoint.py`:
+{os.cpu_count()} cores ({platform.machine()}), no GPU, gloo, a local disk; {listed}.
+
+A rank's file of {FILE_MIB} MiB with its sha256 is written at {hashed[0]:,.0f} MiB/s, in {hashed[1]:.2f} times the time
+that it takes without (median of {PAIRS} pairs in turn).
+
+Two processes, a 45 M Llama, 541 MB per checkpoint; seconds, medians. *In the background*, training waits for the copy
+to host memory; what the step after it waits for the write itself, where that is longer than a step, is not in it.
+`checkpoint.background: false` waits for the commit.
+
+| strategy | a step | training waits, `background: true` | training waits, `background: false` | ratio |
+|---|---|---|---|---|
+{rows}
+"""

@@ -1,1 +1,0 @@
-"""What a checkpoint costs: scripts/bench_checkpoint.py. runs.py: what is measured; page.py: the page."""
