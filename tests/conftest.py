@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +23,10 @@ def launch_is_forgotten() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in OF_LAUNCHERS}
     yield
     assert {name: os.environ.get(name) for name in OF_LAUNCHERS} == before
+
+
+@pytest.fixture
+def planner_cache(tmp_path, monkeypatch) -> Path:
+    """The folder of what the planner learns from benchmarks, empty at first."""
+    monkeypatch.setenv("SAMECURVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "planner"

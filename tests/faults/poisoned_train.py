@@ -17,16 +17,7 @@ import torch
 import train
 from samecurve.engines import factory
 from samecurve.run import lifecycle
-
-
-class BrokenGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * float("nan")
+from tests.distributed.nonfinite_probe import BrokenGradient
 
 
 class Poison:

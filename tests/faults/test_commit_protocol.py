@@ -19,7 +19,7 @@ from harness import append_result, long
 from two_ranks import DIRECTORY, ERRORS, KILL_ONE, STOP, Fault, Team, contents
 
 from samecurve.checkpoint import commit as protocol
-from samecurve.checkpoint.manifest import MANIFEST, MARKER, check_files, file_name, list_checkpoints
+from samecurve.checkpoint.manifest import MANIFEST, MARKER, check_files, file_name, list_checkpoints, step_of
 from samecurve.errors import StorageError
 
 STEPS = (20, 40, 60, 80)
@@ -178,10 +178,6 @@ class Battery:
         for name, value in self.changed.items():
             setattr(team, name, value)
         return team
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
 
 
 def shown(violations: list[str]) -> str:

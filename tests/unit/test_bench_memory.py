@@ -24,16 +24,11 @@ from samecurve.planner.hardware import PROCESS_GIB
 from samecurve.specs.gpus import GIB
 from samecurve.strategy.plan import Strategy
 
+pytestmark = pytest.mark.usefixtures("planner_cache")
 GPU = torch.device("cuda", 1)
 CONTEXT, KERNELS, COMMUNICATORS = memory_probe.CONTEXT, memory_probe.KERNELS, calibrate.COMMUNICATORS
 OF_CPU = {"torch": {"Python": 0.25, "gloo": 0.25}, "deepspeed": {"Python": 0.25, "engine": 0.5}}
 OF_GPU = {"torch": {CONTEXT: 0.5, KERNELS: 0.25, COMMUNICATORS: 1.0}}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("SAMECURVE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "planner"
 
 
 def result(folder: Path, parts: dict, **facts: object) -> Path:
@@ -182,13 +177,13 @@ def test_two_processes_on_a_cpu(library, tmp_path, monkeypatch, capsys):
 # what the planner makes of it
 
 
-def test_a_memory_result_alone_replaces_what_a_process_is_assumed_to_hold(tmp_path, cache, capsys):
+def test_a_memory_result_alone_replaces_what_a_process_is_assumed_to_hold(tmp_path, planner_cache, capsys):
     """DeepSpeed's pipeline is in the same package as its ZeRO."""
     path, out = result(tmp_path, OF_CPU), tmp_path / "plan.json"
     assert main(["plan", "--calibrate", str(path)]) == 0
     text = "torch 0.50 GiB, deepspeed 0.75 GiB, deepspeed pipeline 0.75 GiB"
     assert f"{path}: {text} beside tensors, assumed 0.60 GiB" in capsys.readouterr().out
-    learnt = calibration.read(cache / "cpu.json")
+    learnt = calibration.read(planner_cache / "cpu.json")
     assert learnt and learnt.process_gib == {"torch": 0.5, "deepspeed": 0.75, "deepspeed pipeline": 0.75}
     for name, gib in (("ddp", 0.5), ("zero2", 0.75)):
         job = job_of(name)
@@ -271,10 +266,10 @@ def test_a_cluster_files_own_number_comes_first(tmp_path):
     assert "reserved_gib" not in path.read_text() and cluster.read_cluster(str(path)).file.reserved_gib is None
 
 
-def test_a_run_keeps_its_measured_peak_beside_a_memory_result(cache):
+def test_a_run_keeps_its_measured_peak_beside_a_memory_result(planner_cache):
     """Factors of step times are relative to the assumed rate of products, which a memory result does not change."""
     device = forecast.Device("cpu", 16, 0.3, 2)
     assert forecast._machines(device, 2).card.fp32_tflops == 0.3
     for learnt, rate in ((Calibration("cpu", process_gib={"": 0.5}), 0.3), (Calibration("cpu", time={"host": 2}), 0.1)):
-        calibration.write(learnt, cache / "cpu.json")
+        calibration.write(learnt, planner_cache / "cpu.json")
         assert forecast._machines(device, 2).card.fp32_tflops == rate

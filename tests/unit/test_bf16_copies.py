@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
@@ -109,16 +108,11 @@ def test_under_ddp_the_curve_is_the_same():
 )
 def test_compiled_layers_compute_the_same(checkpointing):
     torch._dynamo.reset()
-    model, graphs = with_copies(build(), checkpointing), []
-
-    def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
-        graphs.append(module)
-        return module.forward
-
+    model, backend = with_copies(build(), checkpointing), CompileCounter()
     for layer in layers(model):
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
     assert_equal(curve(model), curve(with_copies(build())))
-    assert len(graphs) == 1
+    assert backend.frame_count == 1
 
 
 def test_layers_pass_on_bf16_and_weights_stay_fp32():

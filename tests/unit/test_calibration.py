@@ -26,6 +26,7 @@ from samecurve.planner.strategies import read
 from samecurve.strategy.plan import Plan
 from samecurve.training import settle
 
+pytestmark = pytest.mark.usefixtures("planner_cache")
 RECIPE = "recipes/quickstart.yaml"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "zero3")
 # A machine unlike the assumed one: factors of its parts, and resident memory beside the tensors.
@@ -35,12 +36,6 @@ SLOW = {"torch": 1.0, "deepspeed": 1.25}
 
 
 GOALS = ((0, 0.15), (1, 0.05))  # of step time, of memory
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("SAMECURVE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "planner"
 
 
 def job_of(strategy: str, cluster: str = "cpux2", overrides: tuple[str, ...] = ()):
@@ -152,11 +147,11 @@ def test_what_is_left_out_is_predicted_from_the_others_alone(tmp_path):
     assert calibrate.learn(runs[:1]).time_interval is None
 
 
-def test_the_command_writes_what_later_plans_read(tmp_path, cache, capsys):
+def test_the_command_writes_what_later_plans_read(tmp_path, planner_cache, capsys):
     folders = [str(recorded(tmp_path, name)) for name in ("ddp", "zero2")]
     assert main(["plan", "--calibrate", *folders]) == 0
     shown = capsys.readouterr().out
-    assert "left out" in shown and f"written: {cache / 'cpu.json'}" in shown
+    assert "left out" in shown and f"written: {planner_cache / 'cpu.json'}" in shown
     out = ["--json", f"{tmp_path}/plan.json"]
     assert main(["plan", RECIPE, "precision=fp32", "--cluster", "cpux2", "--strategy", "configs/fsdp.yaml", *out]) == 0
     shown = capsys.readouterr().out
@@ -164,7 +159,7 @@ def test_the_command_writes_what_later_plans_read(tmp_path, cache, capsys):
     assert "calibrated on 2 runs, 20" in answered and "none measured here" not in shown
     assert notes[0].startswith("warning: ") and "measured on some processor, this is " in notes[0]
     planned = json.loads((tmp_path / "plan.json").read_text())["plans"][0]["step_seconds"]
-    learnt = calibration.read(cache / "cpu.json")
+    learnt = calibration.read(planner_cache / "cpu.json")
     assert planned == pytest.approx(predict(replace(job_of("fsdp"), calibration=learnt)).seconds)
     assert main(["plan", RECIPE, "--cluster", "h100x2", "--rows", "1"]) == 0
     assert "none measured here" in capsys.readouterr().out
@@ -178,7 +173,7 @@ def test_what_a_plan_learns_follows_the_answer(tmp_path, capsys):
     assert shown.index("predicted against measured:") < shown.index("learnt:")
 
 
-def test_what_was_learnt_elsewhere_is_not_applied(tmp_path, cache, capsys):
+def test_what_was_learnt_elsewhere_is_not_applied(tmp_path, planner_cache, capsys):
     """Neither a file of a CPU nor its runs say anything about GPUs, which an earlier calibration of theirs does."""
     out, path = tmp_path / "plan.json", tmp_path / "mine.json"
     path.write_text('{"kind": "cpu", "time": {"compute": 3}}')
@@ -195,11 +190,11 @@ def test_what_was_learnt_elsewhere_is_not_applied(tmp_path, cache, capsys):
     assert "none measured here" in shown[0]
     assert shown[3] == f"warning: {path}: measured on cpu, not on H100: its factors are not used"
     assert planned("--calibrate", str(recorded(tmp_path, "ddp"))) == before
-    calibration.write(Calibration("H100", time=dict.fromkeys(calibration.GROUPS, 2.0)), cache / "H100.json")
+    calibration.write(Calibration("H100", time=dict.fromkeys(calibration.GROUPS, 2.0)), planner_cache / "H100.json")
     assert planned("--calibrate", str(path)) == pytest.approx(2 * before)
 
 
-def test_a_gpu_has_one_name_and_keeps_other_hardware_apart(tmp_path, cache):
+def test_a_gpu_has_one_name_and_keeps_other_hardware_apart(tmp_path, planner_cache):
     """torch calls it NVIDIA H100 80GB HBM3, a cluster H100-80GB."""
     runs = [calibrate.read_run(recorded(tmp_path, name, "h100x2")) for name in ("ddp", "zero2")]
     named = replace(runs[0], job=replace(runs[0].job, gpu_kind="NVIDIA H100 80GB HBM3"))
@@ -238,7 +233,7 @@ def bench(folder: Path, content: dict) -> Path:
     return path
 
 
-def test_bench_replaces_the_assumed_rates(tmp_path, cache, capsys):
+def test_bench_replaces_the_assumed_rates(tmp_path, planner_cache, capsys):
     """A core multiplies 0.1 / 2 TFLOP/s where 0.1 are assumed; the links are about twice as fast."""
     paths = [
         bench(tmp_path, MATMUL),
@@ -247,7 +242,7 @@ def test_bench_replaces_the_assumed_rates(tmp_path, cache, capsys):
     assert main(["plan", "--calibrate", *map(str, paths)]) == 0
     shown = capsys.readouterr().out
     assert "fp32 products 0.05 TFLOP/s, assumed 0.1" in shown and "bus bandwidth up to 2.6 GB/s over the host" in shown
-    learnt = calibration.read(cache / "cpu.json")
+    learnt = calibration.read(planner_cache / "cpu.json")
     assert learnt and learnt.time["compute"] == pytest.approx(2)
     assert learnt.time["communication"] == pytest.approx(0.5, rel=0.05)
     assert "calibrated on 2 results of bench, 20" in learnt.describe()
@@ -255,18 +250,18 @@ def test_bench_replaces_the_assumed_rates(tmp_path, cache, capsys):
     assert slower.compute == pytest.approx(2 * faster.compute) and slower.host == faster.host
 
 
-def test_links_as_the_planner_has_them_teach_nothing_new(tmp_path, cache, capsys):
+def test_links_as_the_planner_has_them_teach_nothing_new(tmp_path, planner_cache, capsys):
     """Between processes of a host an all-gather takes as long as an all-reduce of the same tensor."""
     over = links.link(links.levels_of(gpu("cpu"), 2, DEFAULT_NODE_GBIT), 2, 2, 1, 1.0, 0.0)
     seconds = links.collective_seconds(links.all_reduce_volume(2**34, 2), 2, over)
     names = ("all_reduce", "all_gather", "reduce_scatter")
     timings = [{**LONG_CALL, "name": name, "num_bytes": 2**34, "seconds": seconds} for name in names]
     assert main(["plan", "--calibrate", str(bench(tmp_path, collectives_of(*timings)))]) == 0
-    learnt = calibration.read(cache / "cpu.json")
+    learnt = calibration.read(planner_cache / "cpu.json")
     assert learnt and learnt.time["communication"] == pytest.approx(1.0)
 
 
-def test_a_network_as_a_plan_has_it_teaches_nothing_new(tmp_path, cache):
+def test_a_network_as_a_plan_has_it_teaches_nothing_new(tmp_path, planner_cache):
     """Of a kind of GPU over several machines: with the same nominal rate, and the same share of it."""
     machines, constants = built_in("h100x8").scaled(16), profile("fsdp2")
     step = constants.ring_step_us * 1e-6
@@ -323,13 +318,13 @@ def test_a_run_that_teaches_nothing_says_why(change, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_without_a_run_and_a_damaged_file(tmp_path, cache, capsys):
+def test_a_folder_without_a_run_and_a_damaged_file(tmp_path, planner_cache, capsys):
     assert main(["plan", "--calibrate", str(tmp_path / "none")]) == 2
     assert "none: no such file or folder; give the output_dir of a run" in capsys.readouterr().err
     assert main(["plan", "--calibrate", str(tmp_path)]) == 2
     assert "no run here (run.json)" in capsys.readouterr().err
-    cache.mkdir(parents=True)
-    (cache / "cpu.json").write_text('{"kind": "cpu", "time": {"compute": -1}}')
+    planner_cache.mkdir(parents=True)
+    (planner_cache / "cpu.json").write_text('{"kind": "cpu", "time": {"compute": -1}}')
     assert main(["plan", RECIPE, "--cluster", "cpux2"]) == 2
     shown = capsys.readouterr().err
     assert (

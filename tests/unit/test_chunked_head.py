@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_families import gradients
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -51,12 +52,6 @@ def batch(trained="some"):
     if trained == "some":
         labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.6, IGNORE_INDEX)
     return ids, torch.full_like(labels, IGNORE_INDEX) if trained == "none" else labels
-
-
-def gradients(model):
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
 
 
 def chunked_loss(model, measure, ids, labels, compiles=False):

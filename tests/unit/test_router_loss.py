@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_families import round_trip_config
+from tiny_families import gradients, round_trip_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -81,12 +81,6 @@ def step(model, kind: str | None, rows: int, chunked: bool = False) -> tuple[flo
     # recomputed logits would keep all recomputed activations alive
     assert balance is None or not balance._recorder._logits
     return value, balance.metrics(balance.sums().tolist()) if balance else {}, gradients(model)
-
-
-def gradients(model) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
 
 
 def of_transformers(model, part: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 import torch
 import torch.distributed as dist
+from test_flat_region import values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -55,10 +56,6 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 def mesh_seen_by(rank: int, *sizes: int) -> Iterator[DeviceMesh]:
     with fake_ranks(rank, torch.Size(sizes).numel()):
         yield init_device_mesh("cpu", sizes)
-
-
-def values_of(region: Region) -> list[int]:
-    return [region.start + run * region.stride + i for run in range(region.count) for i in range(region.length)]
 
 
 def held_by(rank: int, sizes: tuple[int, ...], shape, placements) -> tuple[list[int], tuple[int, int]]:

@@ -1,13 +1,13 @@
 """Attention by documents: equal to attention with the mask that it goes without, gradients too."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from reads import Reads
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import varlen as torch_varlen
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
@@ -315,12 +315,7 @@ def test_documents_that_cannot_express_a_mask_are_not_taken(more, as_on_a_gpu):
 def test_other_documents_do_not_compile_a_layer_again(kernels):
     """A8 of docs/gpu.md: the lengths of documents are other ones in each micro-batch."""
     torch._dynamo.reset()
-    graphs = []
-
-    def backend(module: torch.fx.GraphModule, inputs: list) -> Callable:
-        graphs.append(module)
-        return module.forward
-
+    backend = CompileCounter()
     layer = torch.compile(partial(varlen.attention, torch.nn.Module()), backend=backend)
     query = torch.randn(1, HEADS, LENGTH, WIDTH)
     for lengths in ((700,), (300, 400), (1, 299, 400), (9,) * 70 + (70,), (690, 10), (5,) * 140, (100, 600)):
@@ -328,7 +323,7 @@ def test_other_documents_do_not_compile_a_layer_again(kernels):
         longest = 1 << (max(lengths) - 1).bit_length()
         documents = varlen.PackedDocuments.of(starts, longest, None)
         layer(query, query, query, varlen.VarlenMask(None, documents))
-    assert len(graphs) == 2
+    assert backend.frame_count == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

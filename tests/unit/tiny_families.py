@@ -266,6 +266,13 @@ _PARTS = {  # of a text part and of towers
 }
 
 
+def gradients(model) -> dict[str, Tensor]:
+    """Copies of the gradients, which are dropped."""
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
 def packaged_config(name: str) -> PreTrainedConfig:
     """Of PACKAGED; every part of it is small."""
     family, _, text = name.partition(":")
