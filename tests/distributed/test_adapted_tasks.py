@@ -20,12 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from task_columns import unread
 from test_encoder_tasks import BERT, CLASSES, STEPS, encoded, labelled
+from test_plain_loop import train
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    get_cosine_with_min_lr_schedule_with_warmup,
 )
 
 from samecurve.cli import commands
@@ -156,19 +156,8 @@ def test_a_single_process_follows_a_loop_of_peft(workspace, rows, settings):
     shape = build_skeleton(made, task.vocabulary_size, task.special_tokens, task.head)
     with torch.no_grad():  # the same draw
         load_weights(shape, made, lambda name, tensor: trained[name].copy_(tensor), trained.keys())
-    matrices, vectors = ([p for p in trained.values() if (p.dim() >= 2) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 2, STEPS, min_lr_rate=0.1)
-    losses, norms = [], []
-    for inputs, labels in labelled(made, rows["train"]):
-        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        loss = model(**inputs, labels=labels).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 0.8).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    steps = (model(**inputs, labels=labels).loss for inputs, labels in labelled(made, rows["train"]))
+    losses, norms = train(model, steps, STEPS, warmup=2)
     run = start(workspace, settings, "classify", "single")
     assert largest_relative_difference(run.column("loss"), losses) < 1e-5
     assert largest_relative_difference(run.column("grad_norm"), norms) < 1e-4

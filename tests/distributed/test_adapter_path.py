@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,11 @@ from harness import ROOT, largest_relative_difference, long, relative_l2
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
-from test_plain_loop import batches
+from test_plain_loop import batches, mean_losses, train
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    get_cosine_with_min_lr_schedule_with_warmup,
 )
 
 from samecurve.cli import commands
@@ -79,19 +77,10 @@ def plain_loop(workspace, base: Path, folder: Path):
     """(losses, gradient norms, adapter) of peft's own model with its LoRA+ optimizer."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = PeftModel.from_pretrained(model, folder, is_trainable=True).train()
-    trained = [p for p in model.parameters() if p.requires_grad]
     settings = {"loraplus_lr_ratio": RATIO, "loraplus_weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=RATE, **settings)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, WARMUP, STEPS, min_lr_rate=0.1)
-    losses, norms = [], []
-    for ids, mask, labels in islice(batches(workspace, base), STEPS):
-        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained, 0.8).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    steps = mean_losses(model, batches(workspace, base))
+    losses, norms = train(model, steps, STEPS, warmup=WARMUP, optimizer=optimizer)
     return losses, norms, {name: value.detach() for name, value in get_peft_model_state_dict(model).items()}
 
 

@@ -15,8 +15,9 @@ import torch
 from harness import LLAMA, LORA, largest_relative_difference, long, relative_l2
 from test_encoder_tasks import STEPS, Setting, start
 from test_equal_curves import CONTEXT, ENGINES, SCHEDULES
+from test_plain_loop import train
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from samecurve.config import loader
 from samecurve.data.batches import EvaluationBatches, StepBatches
@@ -68,22 +69,15 @@ def plain_loop(workspace, overrides):
     found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     student = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
     teacher = AutoModelForCausalLM.from_pretrained(found.distill.teacher, dtype=torch.float32).eval()
-    matrices, vectors = ([p for p in student.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
-    whole = found.batch.model_copy(update={"micro_batch_size": 8})
-    losses, norms, counts = [], [], []
-    for (batch,) in StepBatches(registry.load_task(found).train, found.seed, whole, (0, 1), STEPS):
-        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        divergence, label_loss, tokens = measured(student, teacher, batch)
-        loss = ((1 - LABEL_WEIGHT) * divergence + LABEL_WEIGHT * label_loss) / tokens
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(student.parameters(), 0.8).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        counts.append(tokens)
+    whole, counts = found.batch.model_copy(update={"micro_batch_size": 8}), []
+
+    def steps():
+        for (batch,) in StepBatches(registry.load_task(found).train, found.seed, whole, (0, 1), STEPS):
+            divergence, label_loss, tokens = measured(student, teacher, batch)
+            counts.append(tokens)
+            yield ((1 - LABEL_WEIGHT) * divergence + LABEL_WEIGHT * label_loss) / tokens
+
+    losses, norms = train(student, steps(), STEPS)
     return losses, norms, counts, {name: p.detach() for name, p in student.named_parameters()}
 
 

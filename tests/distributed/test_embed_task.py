@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from test_encoder_tasks import BERT, STEPS, Setting, start
 from test_equal_curves import CONTEXT
 from test_pipeline_schedules import ENGINES as SCHEDULES
+from test_plain_loop import train
 from torch.nn import functional
-from transformers import AutoConfig, AutoModel, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from samecurve.cli import commands
 from samecurve.config import loader
@@ -102,33 +103,27 @@ def plain_loop(workspace, files, family, overrides, queue):
     found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     model = bare(found.model.path, family).train()
     tokenizer = AutoTokenizer.from_pretrained(found.model.path)
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
     rows = [json.loads(line) for line in files["train"].read_text().splitlines()]
-    steps = StepBatches(registry.load_task(found).train, found.seed, found.batch, (0, 1), STEPS)
-    losses, norms, counts = [], [], []
-    follower, older = copy.deepcopy(model), torch.zeros(0, model.config.hidden_size)
-    for step in range(STEPS):
-        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        together = [rows[index] for index in steps.rows_of(step)]
-        texts = [[row[name] for row in together] for name in COLUMNS]
-        anchors = encoded(model, tokenizer, texts[0], family)
-        with torch.set_grad_enabled(not queue):
-            others = [encoded(follower if queue else model, tokenizer, column, family) for column in texts[1:]]
-        loss = contrasted([anchors, *others, *([older] if queue else [])])
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if queue:
-            older = torch.cat([older, functional.normalize(others[0], dim=-1)])[-queue:]
-            with torch.no_grad():
-                for average, weight in zip(follower.parameters(), model.parameters(), strict=True):
-                    average.mul_(MOMENTUM).add_(weight, alpha=1 - MOMENTUM)
-        losses.append(loss.item())
-        counts.append(len(together))
+    batches = StepBatches(registry.load_task(found).train, found.seed, found.batch, (0, 1), STEPS)
+    counts = []
+
+    def steps():
+        follower, older = copy.deepcopy(model), torch.zeros(0, model.config.hidden_size)
+        for step in range(STEPS):
+            together = [rows[index] for index in batches.rows_of(step)]
+            texts = [[row[name] for row in together] for name in COLUMNS]
+            anchors = encoded(model, tokenizer, texts[0], family)
+            with torch.set_grad_enabled(not queue):
+                others = [encoded(follower if queue else model, tokenizer, column, family) for column in texts[1:]]
+            counts.append(len(together))
+            yield contrasted([anchors, *others, *([older] if queue else [])])
+            if queue:  # and the weights are updated
+                older = torch.cat([older, functional.normalize(others[0], dim=-1)])[-queue:]
+                with torch.no_grad():
+                    for average, weight in zip(follower.parameters(), model.parameters(), strict=True):
+                        average.mul_(MOMENTUM).add_(weight, alpha=1 - MOMENTUM)
+
+    losses, norms = train(model, steps(), STEPS)
     return losses, norms, counts, {name: p.detach() for name, p in model.named_parameters()}
 
 

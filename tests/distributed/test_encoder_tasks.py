@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
 from test_pipeline_schedules import ENGINES as SCHEDULES
+from test_plain_loop import train
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -22,7 +23,6 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     DataCollatorForTokenClassification,
-    get_cosine_with_min_lr_schedule_with_warmup,
 )
 
 from samecurve.config import loader
@@ -153,21 +153,15 @@ def setting(workspace, files, task: str, family: str) -> Setting:
 def plain_loop(workspace, files, task, overrides):
     found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     model = AUTO[task].from_pretrained(found.model.path, dtype=torch.float32).train()
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
-    losses, norms, counts = [], [], []
     read = {**dict.fromkeys(PROBLEMS, labelled), **dict.fromkeys(TAGGED, labelled)}.get(task, hidden)
-    for inputs, labels in read(found, of_problem(files, task, "train")):
-        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        loss = model(**inputs, labels=labels).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        counts.append(len(labels) if task in PROBLEMS else int((labels != -100).sum()))
+    counts = []
+
+    def steps():
+        for inputs, labels in read(found, of_problem(files, task, "train")):
+            counts.append(len(labels) if task in PROBLEMS else int((labels != -100).sum()))
+            yield model(**inputs, labels=labels).loss
+
+    losses, norms = train(model, steps(), STEPS)
     return losses, norms, counts, {name: p.detach() for name, p in model.named_parameters()}
 
 

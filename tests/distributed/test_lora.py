@@ -21,7 +21,7 @@ from test_equal_curves import CONTEXT
 from test_equal_curves import ENGINES as EVERY_ENGINE
 from test_exported_model import held_out_loss
 from test_pipeline_schedules import ENGINES as SCHEDULES
-from test_plain_loop import batches, train
+from test_plain_loop import batches, mean_losses, train
 from transformers import AutoModelForCausalLM
 
 from samecurve.cli import commands
@@ -103,7 +103,7 @@ def plain_loop(workspace, base: Path, **variant: bool):
         for name, parameter in trained.items():
             if "lora_magnitude_vector" not in name:
                 parameter.copy_(ours[name.removeprefix("base_model.model.")])
-    losses, norms = train(model, batches(workspace, base), STEPS, RATE, WARMUP)
+    losses, norms = train(model, mean_losses(model, batches(workspace, base)), STEPS, RATE, WARMUP)
     weights = {key: value.detach() for key, value in get_peft_model_state_dict(model).items()}
     return losses, norms, weights
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -44,20 +45,29 @@ def pretrained(workspace, reference) -> Path:
 def plain(workspace, pretrained):
     """(losses, gradient norms, weights) of a loop that a reader of the transformers documentation would write."""
     model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32).train()
-    losses, norms = train(model, batches(workspace, pretrained), STEPS)
+    losses, norms = train(model, mean_losses(model, batches(workspace, pretrained)), STEPS)
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def mean_loss(model, ids, mask, labels):
-    return model(input_ids=ids, attention_mask=mask, labels=labels).loss
+def mean_losses(model, batches) -> Iterator[torch.Tensor]:
+    """batches: ids, padding mask, labels; transformers shifts them."""
+    for ids, mask, labels in batches:
+        yield model(input_ids=ids, attention_mask=mask, labels=labels).loss
 
 
 def train(
-    model, batches, steps: int, rate: float = 3e-3, warmup: int = 5, mlp: dict | None = None, loss_of=mean_loss
+    model,
+    losses: Iterator[torch.Tensor],
+    steps: int,
+    rate: float = 3e-3,
+    warmup: int = 5,
+    mlp: dict | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[list[float], list[float]]:
-    """(losses, gradient norms) of the first steps. batches: ids, padding mask, labels; transformers shifts them.
+    """(losses, gradient norms) of the first steps.
 
-    mlp: settings of the parameter group of the MLPs, if they have one. loss_of: (model, ids, mask, labels) -> loss.
+    losses: each is computed when the step before is done. mlp: settings of the parameter group of the MLPs, if they
+    have one. optimizer: in place of AdamW with the recipe's settings.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     own = [p for name, p in model.named_parameters() if mlp and p.requires_grad and ".mlp." in name]
@@ -65,18 +75,17 @@ def train(
     matrices, vectors = ([p for p in rest if (p.dim() >= 2) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     groups += [{"params": own, **(mlp or {})}] if own else []
-    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = optimizer or torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=0.1)
-    losses, norms = [], []
-    for ids, mask, labels in islice(batches, steps):
+    values, norms = [], []
+    for loss in islice(losses, steps):
         schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        loss = loss_of(model, ids, mask, labels)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained, 0.8).item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms
+        values.append(loss.item())
+    return values, norms
 
 
 def batches(workspace, pretrained):
@@ -113,7 +122,8 @@ def test_parameter_groups_of_torch(strategy, workspace, pretrained):
     frozen = {name for name, _ in model.named_parameters() if re.search(r"layers\.[01]\.|embed", name)}
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    losses, norms = train(model, batches(workspace, pretrained), STEPS, mlp={"lr": 6e-3, "weight_decay": 0.5})
+    steps = mean_losses(model, batches(workspace, pretrained))
+    losses, norms = train(model, steps, STEPS, mlp={"lr": 6e-3, "weight_decay": 0.5})
     run = workspace.run(
         strategy,
         1 if strategy is None else 2,

@@ -16,13 +16,13 @@ import pytest
 import torch
 from harness import LLAMA, largest_relative_difference, long, relative_l2
 from test_pipeline_schedules import ENGINES as SCHEDULES
+from test_plain_loop import train
 from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    get_cosine_with_min_lr_schedule_with_warmup,
 )
 
 from samecurve.cli import commands
@@ -98,23 +98,17 @@ def setting(workspace, files, task: str) -> Setting:
 def plain_loop(workspace, files, task, folder, overrides):
     found = loader.read_recipe(str(workspace.recipe), overrides).recipe
     model, reference = (AUTO[task].from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 5, STEPS, min_lr_rate=0.1)
-    steps = StepBatches(registry.load_task(found).train, found.seed, found.batch, (0, 1), STEPS)
+    batches = StepBatches(registry.load_task(found).train, found.seed, found.batch, (0, 1), STEPS)
     texts = [json.loads(line) for line in files["train"].read_text().splitlines()]
-    losses, margins, norms = [], [], []
-    for step in range(STEPS):
-        schedule.step()  # transformers counts updates from 0, and the update number 0 has the rate 0
-        rewards = rewards_of(task, folder, model, reference, [texts[index] for index in steps.rows_of(step)])
-        loss = -F.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        margins.append((rewards[:, 0] - rewards[:, 1]).mean().item())
+    margins = []
+
+    def steps():
+        for step in range(STEPS):
+            rewards = rewards_of(task, folder, model, reference, [texts[index] for index in batches.rows_of(step)])
+            margins.append((rewards[:, 0] - rewards[:, 1]).mean().item())
+            yield -F.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
+
+    losses, norms = train(model, steps(), STEPS)
     return losses, margins, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_equal_curves import CONTEXT
 from test_lora import RATE, STEPS, STOP, WARMUP, arguments, base  # noqa: F401 - base is a fixture
 from test_lora import world as world_of
-from test_plain_loop import batches, train
+from test_plain_loop import batches, mean_losses, train
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -91,7 +91,7 @@ def plain_loop(workspace, base: Path, kind: str):  # noqa: F811
     with torch.no_grad():
         for name, values in initial_matrices({name: p.shape for name, p in trained.items()}, seed=3):
             trained[name].copy_(values)
-    losses, norms = train(model, batches(workspace, base), STEPS, RATE, WARMUP)
+    losses, norms = train(model, mean_losses(model, batches(workspace, base)), STEPS, RATE, WARMUP)
     return losses, norms, {key: value.detach() for key, value in get_peft_model_state_dict(model).items()}
 
 

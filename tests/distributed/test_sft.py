@@ -84,7 +84,7 @@ def plain_loop(workspace, chats, overrides):
     model = AutoModelForCausalLM.from_pretrained(found.model.path, dtype=torch.float32).train()
     steps = list(batches(found, chats))
     tokens = [int((labels[:, 1:] != -100).sum()) for *_, (labels, _) in steps]
-    losses, norms = train(model, steps, STEPS, loss_of=weighted_loss)
+    losses, norms = train(model, (weighted_loss(model, *step) for step in steps), STEPS)
     return losses, norms, tokens, {name: p.detach() for name, p in model.named_parameters()}
 
 
