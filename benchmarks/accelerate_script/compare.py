@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from benchmarks.machine import commit, description
 from benchmarks.markdown import table
-from benchmarks.ports import free_port
+from samecurve.distributed.network import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "benchmarks" / "accelerate_script.md"

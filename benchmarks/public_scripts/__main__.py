@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.machine import commit, description
 from benchmarks.markdown import table
-from benchmarks.ports import free_port
 from benchmarks.public_scripts.cases import CASES, GLUE, TRAINER, Case
 from benchmarks.public_scripts.data import write_data, write_packages
 from benchmarks.public_scripts.page import NOTES, PAGE
+from samecurve.distributed.network import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ("script", "strategies", "verdict", "cause in the script or its library", "s")

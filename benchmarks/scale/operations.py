@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.ports import free_port
 from benchmarks.scale.counting import Counted, fork
+from samecurve.distributed.network import free_port
 
 STEPS, STEP_SECONDS = 20, 0.05
 PARAMETERS, VALUES = 200, 16  # each rank holds 16 values of each, as under FSDP

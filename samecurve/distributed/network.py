@@ -6,8 +6,10 @@ host can reach, although NCCL, which looks at the interfaces, connects without a
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
+import random
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
 from datetime import timedelta
@@ -67,10 +69,19 @@ def _spans_hosts(environ: Mapping[str, str]) -> bool:
 
 
 def free_port() -> int:
-    """Return a port of this machine at which nobody listens; another program could take it before it is used."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a port of this machine at which nobody listens; another program could take it before it is used.
+
+    It lies below the ports of outgoing connections (32768 and up on Linux), one of which could take it, too.
+    """
+    draw = random.SystemRandom()  # not the seeded one, with which processes beside this one would draw the same
+    while True:
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", draw.randrange(15_000, 32_000)))
+                return listener.getsockname()[1]
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
 
 
 def is_loopback(address: str) -> bool:

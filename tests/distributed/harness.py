@@ -18,9 +18,9 @@ import forked
 import pytest
 
 from benchmarks.machine import commit, description
-from benchmarks.ports import free_port
 from samecurve.bench.step import write_changed
 from samecurve.config.inheritance import latest_overrides
+from samecurve.distributed.network import free_port
 from samecurve.storage.atomic import utc_timestamp
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import ROOT, Workspace, long
 
-from benchmarks.ports import free_port
+from samecurve.distributed.network import free_port
 from samecurve.strategy import timetables
 
 FOLDER = ROOT / "examples" / "by_hand"

@@ -11,8 +11,8 @@ import pytest
 import two_hosts
 from harness import BIN, ROOT
 
-from benchmarks.ports import free_port
 from samecurve.bench.collectives import COLLECTIVES
+from samecurve.distributed.network import free_port
 
 QUICK = ["--backend", "gloo", "--largest", "4KiB", "--seconds", "0.001"]
 

@@ -9,8 +9,8 @@ import yaml
 from harness import BIN, ROOT, Run
 from test_equal_curves import ENGINES
 
-from benchmarks.ports import free_port
 from samecurve.cli.commands import main
+from samecurve.distributed.network import free_port
 from samecurve.launch.hosts import PORT
 from samecurve.launch.target import CLONE, LAUNCHERS
 

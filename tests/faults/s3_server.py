@@ -22,7 +22,7 @@ from pathlib import Path
 
 from harness import ROOT
 
-from benchmarks.ports import free_port
+from samecurve.distributed.network import free_port
 
 PACKAGES = os.environ.get("SAMECURVE_S3", "")
 MISSING = "scripts/test.sh --full installs moto and s3fs and sets SAMECURVE_S3"

@@ -19,12 +19,12 @@ import torch  # noqa: E402
 from saved_state import saved_state  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
-from benchmarks.ports import free_port  # noqa: E402
 from benchmarks.scale.counting import fork  # noqa: E402
 from samecurve.checkpoint import commit  # noqa: E402
 from samecurve.checkpoint.manifest import file_name  # noqa: E402
 from samecurve.checkpoint.resume import CheckpointSelector  # noqa: E402
 from samecurve.distributed.control_group import ControlGroup, StopVote  # noqa: E402
+from samecurve.distributed.network import free_port  # noqa: E402
 from samecurve.errors import DataError, StorageError  # noqa: E402
 from samecurve.storage.filesystem import LocalFileSystem  # noqa: E402
 from samecurve.training import room  # noqa: E402

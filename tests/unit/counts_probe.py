@@ -18,13 +18,13 @@ import torch  # noqa: E402
 from test_data import PAD, random_stream  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
-from benchmarks.ports import free_port  # noqa: E402
 from benchmarks.scale.counting import fork  # noqa: E402
 from samecurve.accelerator.mesh import Mesh  # noqa: E402
 from samecurve.config.schema import Batch  # noqa: E402
 from samecurve.data.batches import EvaluationBatches, StepBatches  # noqa: E402
 from samecurve.data.datasets.base import DocumentRows  # noqa: E402
 from samecurve.distributed.control_group import ControlGroup  # noqa: E402
+from samecurve.distributed.network import free_port  # noqa: E402
 from samecurve.losses.cross_entropy import count_trained  # noqa: E402
 from samecurve.strategy.parallel_dims import ParallelDims  # noqa: E402
 

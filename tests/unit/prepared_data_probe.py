@@ -16,9 +16,9 @@ from accelerate.utils import DataLoaderConfiguration, set_seed  # noqa: E402
 from test_prepared_data import Groups, Numbers  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from benchmarks.ports import free_port  # noqa: E402
 from benchmarks.scale.counting import fork  # noqa: E402
 from samecurve.accelerator.prepared_data import PreparedData  # noqa: E402
+from samecurve.distributed.network import free_port  # noqa: E402
 
 
 def probe(accelerator: PreparedData) -> dict:

@@ -18,12 +18,12 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
-from benchmarks.ports import free_port
 from samecurve.checkpoint.foreign_formats import locate
 from samecurve.checkpoint.resume import read_state
 from samecurve.cli import commands
 from samecurve.data.batches import StepBatches
 from samecurve.distributed.control_group import ControlGroup
+from samecurve.distributed.network import free_port
 from samecurve.engines import factory
 from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.metrics.console import Progress

@@ -12,9 +12,9 @@ import pytest
 from report_cases import missing
 from test_doctor import GPU, check, facts, problems  # noqa: F401  a fixture
 
-from benchmarks.ports import free_port
 from samecurve.cli.commands import main
 from samecurve.config.loader import load_recipe
+from samecurve.distributed.network import free_port
 from samecurve.doctor import examination, host, host_checks, ranks, shared_folder
 from samecurve.doctor.findings import Finding
 from samecurve.launch import ssh
