@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import TrainerCallback
 
 from samecurve.config.schema import Recipe
 from samecurve.data.batches import StepBatches
@@ -40,6 +41,22 @@ class Record:
 
     def write(self) -> None:
         self._path.write_text(json.dumps(self._steps))
+
+
+class Timed(TrainerCallback):
+    """Writes the steps of transformers' Trainer down. tokens: trained ones of each batch, `per_step` a step."""
+
+    def __init__(self, record: Record, tokens: list[int], per_step: int = 1):
+        self.record, self.tokens, self.per_step = record, tokens, per_step
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        if state.global_step == 0:
+            self.record.start()
+
+    def on_log(self, args, state, control, logs=None, **_) -> None:
+        if "loss" in (logs or {}):
+            last = state.global_step * self.per_step
+            self.record.step(logs["loss"], sum(self.tokens[last - self.per_step : last]))
 
 
 def batches(recipe: Recipe) -> list[list[MicroBatch]]:

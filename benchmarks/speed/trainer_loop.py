@@ -14,30 +14,11 @@ from pathlib import Path
 
 import rows
 import torch
-from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from samecurve.config.loader import load_recipe
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_bf16": "adamw_torch_fused", "adamw_8bit": "adamw_8bit"}
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *_) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
-
-
-class Timed(TrainerCallback):
-    def __init__(self, record: rows.Record, tokens: list[int]):
-        self.record, self.tokens = record, tokens
-
-    def on_step_begin(self, args, state, control, **_) -> None:
-        if state.global_step == 0:
-            self.record.start()
-
-    def on_log(self, args, state, control, logs=None, **_) -> None:
-        if "loss" in (logs or {}):
-            self.record.step(logs["loss"], self.tokens[state.global_step - 1])
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -75,14 +56,15 @@ def main(arguments: argparse.Namespace) -> None:
             torch_compile=arguments.compile,
             remove_unused_columns=False,
             use_cpu=rows.DEVICE.type == "cpu",
+            train_sampling_strategy="sequential",
             save_strategy="no",
             logging_steps=1,
             disable_tqdm=True,
             report_to="none",
         )
-        timed = Timed(record, [sum(map(rows.trained, step)) for step in steps])
+        timed = rows.Timed(record, [sum(map(rows.trained, step)) for step in steps])
         model = rows.model(recipe, rows.DEVICE)
-        InOrder(model, options, train_dataset=samples, data_collator=_stack, callbacks=[timed]).train()
+        Trainer(model, options, train_dataset=samples, data_collator=_stack, callbacks=[timed]).train()
     record.write()
 
 

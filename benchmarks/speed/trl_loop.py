@@ -15,8 +15,6 @@ from random import Random
 
 import rows
 from datasets import Dataset
-from torch.utils.data import SequentialSampler
-from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from samecurve.config.loader import load_recipe
@@ -27,25 +25,6 @@ from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.tasks import registry
 
 SAMPLES = 2000
-
-
-class InOrder(SFTTrainer):
-    def _get_train_sampler(self, *_) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
-
-
-class Timed(TrainerCallback):
-    def __init__(self, record: rows.Record, tokens: list[int], accumulation: int):
-        self.record, self.tokens, self.accumulation = record, tokens, accumulation
-
-    def on_step_begin(self, args, state, control, **_) -> None:
-        if state.global_step == 0:
-            self.record.start()
-
-    def on_log(self, args, state, control, logs=None, **_) -> None:
-        if "loss" in (logs or {}):
-            last = state.global_step * self.accumulation
-            self.record.step(logs["loss"], sum(self.tokens[last - self.accumulation : last]))
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -74,14 +53,15 @@ def main(arguments: argparse.Namespace) -> None:
             bf16=recipe.precision == "bf16",
             torch_compile=arguments.compile,
             use_cpu=True,
+            train_sampling_strategy="sequential",
             save_strategy="no",
             logging_steps=1,
             disable_tqdm=True,
             report_to="none",
         )
         tokenizer = registry.load_task(recipe).tokenizer
-        timed = Timed(record, tokens, accumulation)
-        trainer = InOrder(
+        timed = rows.Timed(record, tokens, accumulation)
+        trainer = SFTTrainer(
             rows.model(recipe), args=options, train_dataset=data, processing_class=tokenizer, callbacks=[timed]
         )
         collate = trainer.data_collator
