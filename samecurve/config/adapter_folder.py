@@ -6,7 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import Any, cast
 
-from samecurve.config.documents import COMMAND_LINE, Document, KeyPath, Place, describe
+from samecurve.config.documents import Document, KeyPath, Place, describe
+from samecurve.config.inheritance import forget_origin
 from samecurve.errors import ConfigurationError
 from samecurve.storage.records import read_record
 
@@ -76,18 +77,30 @@ def settle_adapter(document: Document) -> None:
     if problem or base is None:
         document.unreadable(("model", "path") if path == model else here, problem)
         return
-    stored, model = read_record(folder / ADAPTER_CONFIG, ADAPTER).value, document.get("model", "path")
-    if model is None or (_is_earlier(document, ("model", "path")) and model != base):
-        was = f", in place of {model}" if model else ""
-        document.notes.append(f"model.path: {base}, the base model of the adapter in {path}{was}")
-        _set(document, ("model", "path"), base, document.place(here))
-        if stored.get("revision") and not Path(base).is_dir():
-            _set(document, ("model", "revision"), stored["revision"], document.place(here))
+    stored = read_record(folder / ADAPTER_CONFIG, ADAPTER).value
+    _settle_base(document, base, stored.get("revision"))
     if (folder / "tokenizer_config.json").is_file() and document.get("tokenizer", "path") is None:
         document.notes.append(f"tokenizer.path: {path}, which has the tokenizer that the adapter was trained with")
         _set(document, ("tokenizer", "path"), path, document.place(here))
     _settle_keys(document, stored)
     document.notes.append(f"adapter.path: training goes on with the adapter in {path}")
+
+
+def _settle_base(document: Document, base: str, revision: str | None) -> None:
+    model, path, here = document.get("model", "path"), document.get("adapter", "path"), ("adapter", "path")
+    if model is not None and not document.is_earlier(("model", "path"), here):
+        if model != base and not (Path(str(model)).is_dir() and Path(base).is_dir() and Path(model).samefile(base)):
+            document.notes.append(f"model.path: {model} counts, and the adapter in {path} was trained on {base}")
+        return
+    if model == base:
+        return
+    if model is not None:
+        document.notes += forget_origin(document, "model", lambda key: not document.is_earlier(key, here))
+    was = f", in place of {model}" if model else ""
+    document.notes.append(f"model.path: {base}, the base model of the adapter in {path}{was}")
+    _set(document, ("model", "path"), base, document.place(here))
+    if revision and not Path(base).is_dir():
+        _set(document, ("model", "revision"), revision, document.place(here))
 
 
 def _settle_keys(document: Document, stored: dict[str, Any]) -> None:
@@ -98,7 +111,7 @@ def _settle_keys(document: Document, stored: dict[str, Any]) -> None:
         lists = isinstance(asked, list | tuple) and isinstance(value, list)
         if asked is not None and (sorted(map(str, asked)) != sorted(value) if lists else asked != value):
             text = f"the adapter in {document.get('adapter', 'path')} has {of_peft} {_shown(value)}"
-            if _is_earlier(document, where):
+            if document.is_earlier(where, ("adapter", "path")):
                 document.notes.append(f"adapter.{key}: {_shown(asked)} of {document.place(where)} is replaced; {text}")
             else:
                 fix = "remove the key, or train a new adapter without adapter.path"
@@ -124,11 +137,6 @@ def _problem(folder: Path) -> str:
         fix = "adapter_model.bin is a pickle, which may run code: save it with peft's safe_serialization=True"
         return f"{folder} has no {ADAPTER_WEIGHTS}; {fix if pickled else 'copy the whole folder'}"
     return ""
-
-
-def _is_earlier(document: Document, path: KeyPath) -> bool:
-    """Whether a key is from a file, while the command line names the adapter."""
-    return document.place(("adapter", "path")) == COMMAND_LINE != document.place(path)
 
 
 def _shown(value: Any) -> str:

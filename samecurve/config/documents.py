@@ -79,6 +79,7 @@ class Document:
         rate_from_scratch: the place of a learning rate that was for a model which a later layer's model.path replaced.
         scratch_files: the files of a model.config which a later layer's model.path replaced. Their other values were
             for that model, so those of a strategy's file count before them.
+        bases: the files that it was merged over, the lowest first.
         incomplete: a file that it is made of could not be read, so an absent key may stand there.
     """
 
@@ -90,6 +91,7 @@ class Document:
     notes: list[str] = field(default_factory=list)
     rate_from_scratch: Place | None = None
     scratch_files: set[str] = field(default_factory=set)
+    bases: tuple[str, ...] = ()
     incomplete: bool = False
 
     def place(self, path: KeyPath) -> Place:
@@ -100,6 +102,11 @@ class Document:
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, Place(self.name))
+
+    def is_earlier(self, path: KeyPath, other: KeyPath) -> bool:
+        """Whether a key was given in a layer below that of another key: base files, the file, the command line."""
+        layers = [*self.bases, self.name, COMMAND_LINE.file]
+        return layers.index(self.place(path).file) < layers.index(self.place(other).file)
 
     def get(self, *path: str) -> Any:
         """The value at a key path, or None."""

@@ -7,7 +7,7 @@ layer, with a note in the header. Both in one layer are an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from samecurve.config.documents import (
@@ -42,6 +42,11 @@ ALTERNATIVES: tuple[tuple[KeyPath, KeyPath], ...] = (
     *UNITS,
     *((epochs, steps) for steps, epochs in UNITS),
 )
+# What is said of the model or the data that the first keys name, and not of others that a later layer puts there.
+_OF_ORIGIN = {
+    "model": (("path", "config"), ("revision", "trust_remote_code")),
+    "data": (("path", "mixture", "source"), ("config", "revision", "split")),
+}
 _RATE: KeyPath = ("optimizer", "learning_rate")
 # What recipes for a small model from scratch set otherwise than fine-tuning does.
 _SCRATCH_SIZES: tuple[KeyPath, ...] = (
@@ -58,7 +63,12 @@ def merge_over_base(below: Document, document: Document) -> Document:
     """Return `document` merged over `below`, the file that it is based on."""
     given = {key for pair in ALTERNATIVES for key in pair if document.get(*key) is not None}
     # before the merge, after which the layers cannot be told apart
-    notes = _replace(below, given)
+    notes = []
+    for name in _OF_ORIGIN:
+        before, now = below.get(name), document.get(name)
+        if isinstance(before, dict) and isinstance(now, dict) and _is_another(name, before, now):
+            notes += forget_origin(below, name)
+    notes += _replace(below, given)
     return Document(
         document.name,
         merge_blocks(below.content, document.content),
@@ -67,6 +77,7 @@ def merge_over_base(below: Document, document: Document) -> Document:
         notes=[*below.notes, *document.notes, *notes],
         rate_from_scratch=below.rate_from_scratch,
         scratch_files=below.scratch_files,
+        bases=(*below.bases, below.name),
         incomplete=below.incomplete or document.incomplete,
     )
 
@@ -118,6 +129,43 @@ def _replace(document: Document, given: set[KeyPath]) -> list[str]:
     return notes
 
 
+def _is_another(name: str, before: dict, now: dict) -> bool:
+    """Whether `now` names another model or other data than `before` did; fields of one config are merged instead."""
+    origins, _ = _OF_ORIGIN[name]
+    for key in [key for key in origins if key in now]:
+        others = origins if key == "path" else ("path",)
+        if any(before.get(other) not in (None, now[key]) for other in ((key,) if now[key] is None else others)):
+            return True
+    return False
+
+
+def forget_origin(document: Document, name: str, later: Callable[[KeyPath], bool] = lambda path: False) -> list[str]:
+    """Remove what was said of a model or of data that a later layer replaces, such as the trust in its code.
+
+    Args:
+        name: "model" or "data".
+        later: whether a key was given in that later layer, and so belongs to what replaces them.
+
+    Returns:
+        A note for each key.
+    """
+    notes = []
+    for key in _OF_ORIGIN[name][1]:
+        path, value = (name, key), document.get(name, key)
+        if value in (None, False) or later(path):
+            continue
+        was = next(origin for key in _OF_ORIGIN[name][0] if (origin := document.get(name, key)) is not None)
+        was = was if isinstance(was, str) else "another one"
+        dotted = ".".join(path)
+        text = (
+            f"{dotted}: {value} of {document.place(path)} was for {was}, which is replaced; give it again if it holds"
+        )
+        notes.append(text)
+        del document.content[name][key]
+        document.places.pop(path, None)
+    return notes
+
+
 def apply_override(document: Document, argument: str) -> None:
     """Apply one `key.path=value` of the command line. Of a key that is given twice the last value counts, with a note.
 
@@ -146,6 +194,8 @@ def apply_override(document: Document, argument: str) -> None:
             return
         block[key] = dict(block.get(key) or {})
         block = block[key]
+    if len(path) == 2 and path[0] in _OF_ORIGIN and _is_another(path[0], block, {path[1]: parsed}):
+        document.notes += forget_origin(document, path[0], lambda other: document.place(other) == COMMAND_LINE)
     block[path[-1]] = parsed
     # the lines of keys inside the old value no longer apply
     document.places = {known: place for known, place in document.places.items() if known[: len(path)] != path}
@@ -184,6 +234,9 @@ def read_value(text: str) -> tuple[Any, list[str]]:
     parsed = parse_yaml(text, document) if text else ""
     # What begins like a list, a block or a quoted text is meant as YAML, whose mistake is to be told.
     if document.problems and not text.startswith(("[", "{", '"', "'")):
+        return text, []
+    # a shell knows no comments in a value: /tmp/a #1 is a path
+    if text.startswith("#") or (isinstance(parsed, str) and text.startswith(parsed) and "#" in text[len(parsed) :]):
         return text, []
     return parsed, [problem.text for problem in document.problems]
 
