@@ -42,6 +42,7 @@ def environment(strategy: Strategy) -> dict[str, str]:
     if strategy.path is None:
         return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(strategy.deepspeed_path)}
     content = {"num_processes": strategy.world_size, **strategy.accelerate}
+    content.pop("gpu_ids", None)  # of the launcher alone; Accelerate refuses one number, or reads it as text
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 

@@ -13,6 +13,7 @@ from samecurve.specs.environment import IN_CLONE, ROOT
 from samecurve.strategy.launchers import Ancestor
 from samecurve.strategy.plan import Plan
 from samecurve.strategy.resolve import read_files, resolve_plan
+from samecurve.strategy.translation import read_as_written
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "slurm", "kubernetes", "trainjob")
 CLUSTERS = LAUNCHERS[3:]  # they find machines of their own
@@ -123,6 +124,9 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
     rank = RANK if node is None else str(node)
     head = HEAD if node is None else target.hosts[0].name
     if launcher == "accelerate":
+        if not read_as_written(target.strategy).accelerate.name:
+            text = "a DeepSpeed JSON is no config file of accelerate launch"
+            raise ConfigurationError(f"--strategy {target.strategy}: {text}; use --launcher torchrun")
         sizes = ["--num_machines", nodes, "--num_processes", str(target.world_size)]
         meeting = ["--machine_rank", rank, "--main_process_ip", head] if target.nodes > 1 else []
         if target.nodes > 1 and read_files(target.strategy).deepspeed.name:  # its default starts all hosts from each

@@ -1,4 +1,4 @@
-"""Where samecurve is installed, versions of installed packages and the name of the processor."""
+"""Where samecurve is installed, versions of installed packages, accelerators and the name of the processor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import sysconfig
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +45,20 @@ def shipped_file(path: str) -> str:
     """Return the path; for a file that only the installed samecurve has, such as recipes/lora.yaml, its path there."""
     inside = ROOT / path
     return str(inside) if path.startswith(SHIPPED) and not os.path.lexists(path) and inside.is_file() else path
+
+
+def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> bool:
+    """Whether torch will find a GPU: a device file exists (NVIDIA, ROCm, WSL), is not hidden, and torch supports GPUs.
+
+    torch itself would know better, but loading it takes seconds, and configuration errors are reported before that.
+    """
+    if any(environ.get(name, "0").strip() in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
+        return False
+    build = version("torch") or ""
+    if build.endswith("+cpu"):
+        return False
+    patterns = ["kfd"] if "rocm" in build else ["nvidia[0-9]*", "dxg"]
+    return any(True for pattern in patterns for _ in devices.glob(pattern))
 
 
 def has_python_headers() -> bool:

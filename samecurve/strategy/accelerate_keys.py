@@ -32,11 +32,13 @@ class RecipeOwned:
         auto: whether "auto" leaves the value to the recipe.
         values: returns, for a value of the file, the values of `by` that agree with it, the preferred one first;
             raises ValueError with the rest of a message that begins with the value.
+        defaults: values that tools write without being asked; a value that the recipe gives counts before them.
     """
 
     by: str
     auto: bool = False
     values: Callable[[Any], tuple] = lambda value: (value,)
+    defaults: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ def enabled(precision: str) -> Callable[[Any], tuple]:
 def _recomputation(value: Any) -> tuple:
     if not isinstance(value, bool):
         raise ValueError("expected true or false")
-    return ("full",) if value else ("none",)
+    # false is of Accelerate's own recomputation, and says nothing about the recipe's
+    return ("full",) if value else ("none", "full", "selective", "every_n_layers", "offload")
 
 
 def _compile(value: Any) -> tuple:
@@ -201,8 +204,10 @@ ACCELERATE: Table = {
     "gpu_ids": optional(GPU_IDS),
     "enable_cpu_affinity": BOOLEAN,
     "debug": BOOLEAN,
-    "use_cpu": only(False, "true silently turns FSDP and DeepSpeed off; without an accelerator the CPU is used anyway"),
-    "mixed_precision": RecipeOwned("precision", values=_mixed_precision),
+    "use_cpu": only(
+        False, "true turns FSDP and DeepSpeed off; to hide the GPUs from a run, start it with CUDA_VISIBLE_DEVICES="
+    ),
+    "mixed_precision": RecipeOwned("precision", values=_mixed_precision, defaults=("no", False)),
     "fp16": RecipeOwned("precision", values=enabled("fp16")),
     "fp8_config": Rejected("FP8 is set by the recipe's key fp8; remove it", (None, {})),
     "dynamo_backend": _BACKEND,

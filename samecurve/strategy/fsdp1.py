@@ -17,6 +17,9 @@ _NUMBERED = dict(enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_S
 _AGAIN, _OLD = "fsdp_reshard_after_forward", "fsdp_sharding_strategy"
 _BLOCK, _SIZE = "parallelism_config", "parallelism_config_dp_replicate_size"
 _LAYERS = "TRANSFORMER_BASED_WRAP"
+# which Accelerate also reads in small letters
+_NAMES = {*_SHARDING, "NO_SHARD", _LAYERS, "SIZE_BASED_WRAP", "NO_WRAP", "BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"}
+_NAMES |= {"SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"}
 
 
 def read_fsdp1(document: Document, notes: list[str], no_effect: dict[str, str], num_machines: int = 0) -> None:
@@ -32,6 +35,7 @@ def read_fsdp1(document: Document, notes: list[str], no_effect: dict[str, str], 
     if document.get("distributed_type") != "FSDP":
         return
     block = document.content["fsdp_config"] = block if isinstance(block, dict) else {}
+    block |= {key: name for key, value in block.items() if (name := str(value).upper()) in _NAMES}
     version = block.get("fsdp_version", 1)
     is_old = version in (1, "1")
     kinds: dict[str, str] = {}

@@ -88,6 +88,8 @@ def detect_launch(
         home = environ.get("HF_HOME", os.path.join(cache, "huggingface"))
         default = Path(home, "accelerate", "default_config.yaml").expanduser()
         config_file = str(default) if default.is_file() else None
+        if config_file is None and flags.get("deepspeed_config_file"):  # a DeepSpeed JSON is a strategy, too
+            config_file = os.path.join(os.path.relpath(directory), flags["deepspeed_config_file"])
     return Launch("accelerate", world_size, flags, config_file, problems)
 
 
@@ -96,7 +98,7 @@ def num_machines(launch: Launch, environ: Mapping[str, str]) -> int:
     if launch.launcher == "accelerate":
         given = (launch.flags or {}).get("num_machines", "")
         return int(given) if given.isdecimal() else 0
-    local = environ.get("LOCAL_WORLD_SIZE", "")
+    local = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE", "")  # the second is deepspeed's
     return launch.world_size // int(local) if local.isdecimal() and int(local) else 0
 
 
@@ -202,27 +204,49 @@ _FREE_FLAGS = frozenset(
 )
 
 
-def override_problems(launch: Launch, environ: Mapping[str, str], accelerate: Mapping) -> Iterator[ConfigProblem]:
-    """Report flags and variables that would override the recipe or the strategy's files.
+# Flags of accelerate launch that choose the distributed_type.
+_TYPES = {"multi_gpu": "MULTI_GPU", "use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED"}
 
-    Values that accelerate launch exports from its YAML are judged there and not here; `accelerate` is its content.
+
+def override_problems(
+    launch: Launch, environ: Mapping[str, str], accelerate: Mapping, precision: str = ""
+) -> Iterator[ConfigProblem]:
+    """Report flags and variables that would override the recipe or the strategy's files. Those that agree are none.
+
+    Args:
+        accelerate: the YAML's content; what accelerate launch exports from it is judged there and not here.
+        precision: the recipe's.
     """
-    inner = [accelerate.get(name) for name in ("deepspeed_config", "dynamo_config")]
     flags = dict(launch.flags or {})
+    in_file = _texts(accelerate)
+    agreed = {flag: {text} for flag, text in in_file.items()}
+    agreed.setdefault("mixed_precision", set()).add("no" if precision == "fp32" else precision)
+    agreed |= {flag: {""} for flag, kind in _TYPES.items() if accelerate.get("distributed_type") == kind}
+    if (json_file := flags.get("deepspeed_config_file")) and (launch.config_file or "").endswith(json_file):
+        agreed |= {"use_deepspeed": {""}, "deepspeed_config_file": {json_file.lower()}}
     for flag, variable, harmless, reason in _OVERRIDES:
-        value = environ.get(variable, "")
-        in_file = flag in accelerate or any(isinstance(block, dict) and flag in block for block in inner)
-        if flag in flags:
-            if flags.pop(flag).lower() not in harmless:
-                yield ConfigProblem(
-                    COMMAND_LINE, f"--{flag}", f"given to accelerate launch, but {reason}; remove the flag"
-                )
-        elif value and value.lower() not in harmless and not in_file:
+        value, given = environ.get(variable, ""), flags.pop(flag, None)
+        accepted = {*harmless, *agreed.get(flag, ())}
+        if given is not None and given.lower() not in accepted:
+            text = f"given to accelerate launch, but {reason}; remove the flag"
+            yield ConfigProblem(COMMAND_LINE, f"--{flag}", text)
+        elif given is None and value and value.lower() not in accepted and flag not in in_file:
             yield ConfigProblem(ENVIRONMENT, variable, f"found {describe(value)}, but {reason}; unset it")
-    for flag in flags:
-        if flag not in _FREE_FLAGS:
+    for flag, given in flags.items():
+        if flag not in _FREE_FLAGS and given.lower() not in agreed.get(flag, ()):
             text = "given to accelerate launch, but the strategy's file sets this; remove the flag"
             yield ConfigProblem(COMMAND_LINE, f"--{flag}", text)
+
+
+def _texts(accelerate: Mapping) -> dict[str, str]:
+    """The values of an Accelerate YAML as flags of accelerate launch would say them."""
+    blocks = [accelerate, *(block for block in accelerate.values() if isinstance(block, dict))]
+    texts = {key: str(value).lower() for block in blocks for key, value in block.items()}
+    if "use_cpu" in texts:
+        texts["cpu"] = "" if texts["use_cpu"] == "true" else texts["use_cpu"]
+    if texts.get("fp16") == "true":
+        texts["mixed_precision"] = "fp16"
+    return texts
 
 
 def slurm_variables(environ: Mapping[str, str], first_host: Callable[[str], str] | None = None) -> dict[str, str]:

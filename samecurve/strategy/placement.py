@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from samecurve.specs.environment import has_accelerator
 from samecurve.strategy.launchers import Launch
-from samecurve.strategy.preflight import has_accelerator
 from samecurve.strategy.resolve import describe_strategy, read_files
 
 REFERENCE = "single"  # what every other strategy has to match

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from samecurve.config.hub_access import use_cache_without_hub
 from samecurve.errors import ConfigurationError, SamecurveError, StorageError
-from samecurve.specs.environment import has_python_headers, version
+from samecurve.specs.environment import has_accelerator, has_python_headers
 from samecurve.specs.precision import COMPILED
 from samecurve.strategy import build_supervisor, op_build_locks
 from samecurve.strategy.resolve import resolve_plan
@@ -219,20 +219,6 @@ def compiler_problems(recipe: Recipe, accelerator: bool, environ: Mapping[str, s
     asked += [entry for entry in ligers if accelerator and entry[1] == "liger"]  # refused elsewhere
     for key, value, instead in asked:
         yield f"{key}: {value} {lacks}, or {key}={instead}"
-
-
-def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> bool:
-    """Whether torch will find a GPU: a device file exists (NVIDIA, ROCm, WSL), is not hidden, and torch supports GPUs.
-
-    torch itself would know better, but loading it takes seconds, and configuration errors are reported before that.
-    """
-    if any(environ.get(name, "0").strip() in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")):
-        return False
-    build = version("torch") or ""
-    if build.endswith("+cpu"):
-        return False
-    patterns = ["kfd"] if "rocm" in build else ["nvidia[0-9]*", "dxg"]
-    return any(True for pattern in patterns for _ in devices.glob(pattern))
 
 
 def operators(strategy: Strategy) -> set[str]:

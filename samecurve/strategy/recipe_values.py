@@ -79,14 +79,16 @@ def conflicts(source: RecipeSource, files: Files, data_parallel_size: int) -> It
 
 
 def unheeded(source: RecipeSource, files: Files, data_parallel_size: int) -> dict[str, str]:
-    """Return the reason why a number of accumulation steps does not count, by its dotted key; {} if it does."""
-    return {
-        ".".join(statement.path): "1 is what tools write by themselves, and the recipe's batch divides otherwise"
-        for statement in files.statements
-        if statement.by == ACCUMULATION
-        and _says_nothing(statement, files)
-        and _wrong_accumulation(source, statement, data_parallel_size)
-    }
+    """Return the reasons why values that tools write by themselves do not count, by their dotted keys; {} if all do."""
+    reasons = {}
+    for statement in files.statements:
+        key = ".".join(statement.path)
+        if statement.by == ACCUMULATION:
+            if _says_nothing(statement, files) and _wrong_accumulation(source, statement, data_parallel_size):
+                reasons[key] = "1 is what tools write by themselves, and the recipe's batch divides otherwise"
+        elif statement.by == "precision" and statement.weak and _difference(source, statement):
+            reasons[key] = f"tools write it by themselves, and {source.cite('precision')}"
+    return reasons
 
 
 def _says_nothing(statement: Statement, files: Files) -> bool:

@@ -70,7 +70,8 @@ def resolve_plan(
     notes = validate.check_strategy(source, files, strategy, launch)
     problems += _resume_problems(arguments, source)
     problems += source.document.problems + files.accelerate.problems + files.deepspeed.problems
-    problems += launchers.override_problems(launch, environ, files.written)
+    precision = source.recipe.precision if source.recipe else ""
+    problems += launchers.override_problems(launch, environ, files.written, precision)
     if problems:
         only_topology = all(problem.topology for problem in problems)
         error = (TopologyError if only_topology else ConfigurationError)(format_problems(problems))
@@ -211,8 +212,18 @@ def strategy_path(given: str) -> str:
 
 
 def read_files(chosen: str | None, num_machines: int = 0) -> Files:
-    """Read the strategy's files, see translation.read."""
-    return translation.read(chosen, num_machines)
+    """Read the strategy's files, see translation.read; of the ways to compile only those that the strategy takes."""
+    files = translation.read(chosen, num_machines)
+    strategy, statements, no_effect = describe_strategy(files, Launch("python", 1)), [], dict(files.no_effect)
+    for statement in files.statements:
+        if statement.by == "compile":
+            kinds = [kind for kind in statement.values if validate.can_compile(strategy, kind)]
+            statement = replace(statement, values=tuple(kinds))
+        if statement.values:
+            statements.append(statement)
+        else:
+            no_effect[".".join(statement.path)] = f"{strategy.name} cannot be compiled"
+    return replace(files, statements=tuple(statements), no_effect=no_effect)
 
 
 def describe_strategy(files: Files, launch: Launch) -> Strategy:

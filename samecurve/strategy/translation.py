@@ -19,6 +19,7 @@ from samecurve.strategy.accelerate_keys import ACCELERATE, INLINE, NoEffect, Rec
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, OLD_NAMES, SECOND_NAMES, STAGES
 from samecurve.strategy.fsdp1 import read_fsdp1
 from samecurve.strategy.plan import Files, Statement
+from samecurve.strategy.written_defaults import settle_defaults
 
 _ZERO, _STAGE = "zero_optimization", ("zero_optimization", "stage")
 _JSON = ("deepspeed_config", "deepspeed_config_file")
@@ -98,7 +99,7 @@ class _Reading:
 
     def rename(self) -> None:
         """Give keys that have several names, and deprecated ones that mean others, the names of the tables."""
-        self._settle_type()
+        settle_defaults(self.accelerate, self.no_effect)
         if isinstance(whole := self.deepspeed.get(_ZERO), bool):  # as DeepSpeed reads it: read_zero_config_deprecated
             self.deepspeed.content[_ZERO] = {"stage": int(whole)}
             self.notes.append(f"{self.deepspeed.place((_ZERO,))}: {_ZERO} {json.dumps(whole)} is stage {int(whole)}")
@@ -112,18 +113,6 @@ class _Reading:
             if asked is True and isinstance(block, dict) and f"offload_{part}" not in block:
                 block[old] = {"device": "cpu"}
                 self._rename(self.deepspeed, (_ZERO, old), f"offload_{part}")
-
-    def _settle_type(self) -> None:
-        if self.accelerate.get("distributed_type") == "MULTI_CPU":
-            self.accelerate.content["distributed_type"] = "MULTI_GPU"  # which also trains on CPUs
-            if self.accelerate.get("use_cpu") is True:
-                self.accelerate.content["use_cpu"] = False
-                self.no_effect["use_cpu"] = "without an accelerator the CPU is used"
-        if self.accelerate.get("distributed_type") in ("NO", False):  # YAML reads a bare NO as false
-            self.accelerate.content["distributed_type"] = "NO"
-            for key in ("fsdp_config", "deepspeed_config", "num_processes"):
-                if self.accelerate.content.pop(key, None) not in (None, {}, 1):
-                    self.no_effect[key] = "distributed_type NO is one process"
 
     def _rename(self, document: Document, path: KeyPath, name: str) -> None:
         block, usual = document.get(*path[:-1]), (*path[:-1], name)
@@ -216,7 +205,8 @@ class _Reading:
                 path, f"found {describe(value)}, {'which ' if refusal.startswith('would') else ''}{refusal}"
             )
             return
-        self.statements.append(Statement(rule.by, rule.values(value), document, path, value, rule.auto))
+        weak = value in rule.defaults
+        self.statements.append(Statement(rule.by, rule.values(value), document, path, value, rule.auto, weak))
 
     def inline(self) -> None:
         """Make the JSON of ZeRO's keys in the YAML, as Accelerate does, or compare them with the JSON that it names."""

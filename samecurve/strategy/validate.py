@@ -64,6 +64,11 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
     return [*files.notes, *_names(files, strategy)]
 
 
+def can_compile(strategy: Strategy, kind: str) -> bool:
+    """Whether a strategy takes a value of the recipe's key `compile`."""
+    return not any(capabilities.problems({"compile": kind}.__getitem__, strategy, "compile"))
+
+
 def choose_compile(strategy: Strategy, steps_left: int) -> tuple[str, str]:
     """Choose what `compile: auto` means: regional where the strategy allows it and many steps are left.
 
@@ -73,7 +78,7 @@ def choose_compile(strategy: Strategy, steps_left: int) -> tuple[str, str]:
     Returns:
         The value of `compile`, and the reason.
     """
-    if any(capabilities.problems({"compile": "regional"}.__getitem__, strategy, "compile")):
+    if not can_compile(strategy, "regional"):
         return "off", f"{strategy.name} cannot be compiled"
     kind, compared = ("off", "fewer than") if steps_left < AUTO_COMPILE_STEPS else ("regional", "at least")
     return kind, f"{steps_left:,} steps are left, {compared} {AUTO_COMPILE_STEPS:,}"

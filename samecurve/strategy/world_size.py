@@ -70,14 +70,17 @@ def _world_size(launch: Launch, text: str) -> ConfigProblem:
 
 
 def _wrong_count(accelerate: Document, strategy: Strategy, launch: Launch) -> Iterator[ConfigProblem]:
-    """A number given to the launcher overrides the file's `num_processes`, which is accelerate launch's default."""
+    """A number given to the launcher overrides the file's `num_processes`, which is accelerate launch's default.
+
+    Where the file has several machines, only accelerate launch's own flag does: the others may have started too few.
+    """
     world, said, machines = launch.world_size, accelerate.get("num_processes"), accelerate.get("num_machines")
     given = (launch.flags or {}).get("num_processes", "")
     if given.isdecimal() and int(given) != world:
         text = f"found {world}, but accelerate launch was given --num_processes {given}"
         yield _world_size(launch, f"{text}; its distributed_type starts only one process; choose another strategy")
     many_machines = isinstance(machines, int) and machines > 1
-    if isinstance(said, int) and said != world and (many_machines or not launch.counted):
+    if isinstance(said, int) and said != world and not given and (many_machines or not launch.counted):
         place = accelerate.place(("num_processes",))
         difference, fix = f"found {world}, but {place} says num_processes: {said}", "make the two equal"
         if launch.launcher == "python" and world == 1:

@@ -172,7 +172,7 @@ def test_room_is_judged_by_the_ranks_on_this_machine(tmp_path, monkeypatch):
 
 
 def test_an_accelerator_is_seen_by_its_device_file_unless_hidden(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "version", lambda package: "2.13.0")
+    monkeypatch.setattr(environment, "version", lambda package: "2.13.0")
     assert not preflight.has_accelerator({}, tmp_path)
     (tmp_path / "nvidiactl").touch()
     assert not preflight.has_accelerator({}, tmp_path)
@@ -183,9 +183,9 @@ def test_an_accelerator_is_seen_by_its_device_file_unless_hidden(tmp_path, monke
     (tmp_path / "nvidia0").unlink()
     (tmp_path / "kfd").touch()  # of an AMD processor's graphics, which a CUDA build does not use
     assert not preflight.has_accelerator({}, tmp_path)
-    monkeypatch.setattr(preflight, "version", lambda package: "2.13.0+rocm7.0")
+    monkeypatch.setattr(environment, "version", lambda package: "2.13.0+rocm7.0")
     assert preflight.has_accelerator({}, tmp_path)
-    monkeypatch.setattr(preflight, "version", lambda package: "2.13.0+cpu")
+    monkeypatch.setattr(environment, "version", lambda package: "2.13.0+cpu")
     assert not preflight.has_accelerator({}, tmp_path)
 
 

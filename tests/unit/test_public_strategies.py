@@ -209,6 +209,7 @@ RUN = [
 
 def resolved(folder, monkeypatch, name, content, *overrides, recipe=SILENT, environ=TORCHRUN, ancestors=None):
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a file for CPUs is refused where GPUs are seen
     (folder / "r.yaml").write_text(recipe)
     (folder / "text.txt").write_text("words")
     (folder / name).write_text(json.dumps(content))

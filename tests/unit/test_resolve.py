@@ -41,7 +41,7 @@ CASES = [
       ("environment", "WORLD_SIZE", "2", "--strategy configs/ddp.yaml")]),
     ("two files", {}, ["r.yaml", "--strategy", "configs/fsdp.yaml"], A, launched("--config_file", "configs/ddp.yaml", "train.py"),
      [("command line", "--strategy", "configs/fsdp.yaml", "configs/ddp.yaml", "--strategy")]),
-    ("precision flag", {}, ["r.yaml"], {**A, "ACCELERATE_MIXED_PRECISION": "bf16"}, launched("--mixed-precision=bf16", "--config-file=configs/ddp.yaml", "train.py"),
+    ("precision flag", {}, ["r.yaml"], {**A, "ACCELERATE_MIXED_PRECISION": "fp16"}, launched("--mixed-precision=fp16", "--config-file=configs/ddp.yaml", "train.py"),
      [("command line", "--mixed_precision", "accelerate launch", "precision", "remove the flag")]),
     ("precision variable", {}, ["r.yaml", "--strategy", "configs/ddp.yaml"], {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "fp16"}, None,
      [("environment", "ACCELERATE_MIXED_PRECISION", "fp16", "precision", "unset")]),
