@@ -14,7 +14,7 @@ from pathlib import Path
 
 from samecurve.cli.commands import Subcommand
 from samecurve.config import loader as recipes
-from samecurve.config.documents import format_problems
+from samecurve.config.documents import ConfigProblem, format_problems
 from samecurve.config.schema import Recipe
 from samecurve.doctor import examination
 from samecurve.errors import ConfigurationError
@@ -23,6 +23,7 @@ from samecurve.planner import model_shape
 from samecurve.specs.optimizers import OPTIMIZERS
 from samecurve.strategy import launchers, resolve, validate
 from samecurve.strategy.launchers import Launch
+from samecurve.strategy.plan import Files
 from samecurve.strategy.recipe_values import fill_recipe
 from samecurve.training import room
 
@@ -47,19 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int | Subcommand:
     recipe = recipes.load_recipe(arguments.recipe, arguments.overrides, auto=True) if arguments.recipe else None
-    strategy = None
+    strategy, problems = None, []
     if arguments.strategy:
         launch = Launch("python", 1)
         files = resolve.read_files(arguments.strategy)
         strategy = resolve.describe_strategy(files, launch)
         if arguments.recipe:  # the keys and values of the files are checked as at the start of a run
-            ranks = strategy.dims.dp
-            source = recipes.read_recipe(
-                arguments.recipe, arguments.overrides, lambda document: fill_recipe(document, files, ranks)
-            )
-            validate.check_strategy(source, files, strategy, launch)
+            problems = _problems_together(arguments, files)
+        problems += [*files.accelerate.problems, *files.deepspeed.problems]
         # a run may have more processes than the doctor
-        problems = [*files.accelerate.problems, *files.deepspeed.problems]
         problems = [problem for problem in problems if not problem.topology]
         if problems:
             raise ConfigurationError(format_problems(problems))
@@ -79,6 +76,19 @@ def run(arguments: argparse.Namespace) -> int | Subcommand:
             "samecurve.doctor.ranks", (recipe, strategy, needed, arguments.timeout_seconds, arguments.json)
         )
     return examination.report(examination.one_host(recipe, strategy, needed), arguments.json)
+
+
+def _problems_together(arguments: argparse.Namespace, files: Files) -> list[ConfigProblem]:
+    """Check the recipe under the strategy, with as many processes as its YAML says; those of the files stay in them."""
+    said = files.accelerate.get("num_processes")
+    launch = Launch("python", said if type(said) is int and said > 0 else 1)
+    strategy = resolve.describe_strategy(files, launch)
+    source = recipes.read_recipe(
+        arguments.recipe, arguments.overrides, lambda document: fill_recipe(document, files, strategy.dims.dp)
+    )
+    validate.check_strategy(source, files, strategy, launch)
+    # the number of accumulation steps follows from the number of processes, which a JSON does not say
+    return [problem for problem in source.document.problems if not problem.key.endswith("gradient_accumulation_steps")]
 
 
 def needed_bytes(recipe: Recipe) -> dict[str, tuple[int, int]]:

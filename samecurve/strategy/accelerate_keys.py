@@ -40,6 +40,14 @@ class RecipeOwned:
     values: Callable[[Any], tuple] = lambda value: (value,)
     defaults: tuple = ()
 
+    def refusal(self, value: Any) -> str:
+        """The message of `values`' ValueError, "" if it takes the value."""
+        try:
+            self.values(value)
+        except ValueError as error:
+            return str(error)
+        return ""
+
 
 @dataclass(frozen=True)
 class NoEffect:

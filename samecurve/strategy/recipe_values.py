@@ -69,7 +69,7 @@ def conflicts(source: RecipeSource, files: Files, data_parallel_size: int) -> It
                 text = (
                     ""
                     if _says_nothing(statement, files)
-                    else _wrong_accumulation(source, statement, data_parallel_size)
+                    else _wrong_accumulation(source, statement, files, data_parallel_size)
                 )
             else:
                 text = _difference(source, statement)
@@ -84,7 +84,7 @@ def unheeded(source: RecipeSource, files: Files, data_parallel_size: int) -> dic
     for statement in files.statements:
         key = ".".join(statement.path)
         if statement.by == ACCUMULATION:
-            if _says_nothing(statement, files) and _wrong_accumulation(source, statement, data_parallel_size):
+            if _says_nothing(statement, files) and _wrong_accumulation(source, statement, files, data_parallel_size):
                 reasons[key] = "1 is what tools write by themselves, and the recipe's batch divides otherwise"
         elif statement.by == "precision" and statement.weak and _difference(source, statement):
             reasons[key] = f"tools write it by themselves, and {source.cite('precision')}"
@@ -114,7 +114,7 @@ def _difference(source: RecipeSource, statement: Statement) -> str:
     return f"the recipe sets this: {source.cite(by)}; {fix}, or give the recipe {statement.by}={statement.values[0]}"
 
 
-def _wrong_accumulation(source: RecipeSource, statement: Statement, ranks: int) -> str:
+def _wrong_accumulation(source: RecipeSource, statement: Statement, files: Files, ranks: int) -> str:
     rows, micro, steps = source.value(_ROWS), source.value(_MICRO), statement.values[0]
     fix = 'write "auto" or remove it'
     if not isinstance(micro, int):
@@ -124,9 +124,15 @@ def _wrong_accumulation(source: RecipeSource, statement: Statement, ranks: int) 
         return ""
     both = f"{source.cite(_ROWS)} and {source.cite(_MICRO)}"
     whole, rest = divmod(rows, micro * steps)
-    fix += f", or give the recipe {_ROWS}={micro * steps * ranks}"
+    also = {other.by: other.document.place(other.path) for other in files.statements}
+    if _ROWS not in also:
+        fix += f", or give the recipe {_ROWS}={micro * steps * ranks}"
     fix += f", or start {whole} data-parallel ranks" if whole and not rest else ""
-    return f"the recipe sets this: {both}, which is {made} on {ranks} data-parallel ranks; {fix}"
+    whose = "the recipe sets this: "
+    if all(by in also and source.document.places.get(tuple(by.split("."))) == also[by] for by in (_ROWS, _MICRO)):
+        whose, count = "", whole if whole and not rest else "no number of"
+        fix = f"the file's three numbers fit {count} ranks; remove one of them"
+    return f"{whose}{both}, which is {made} on {ranks} data-parallel ranks; {fix}"
 
 
 def _is_given(recipe: Document, by: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from samecurve.config.documents import Document, KeyPath, describe, read_document
 from samecurve.strategy.accelerate_keys import ACCELERATE, INLINE, NoEffect, RecipeOwned, Rejected, Table, ValueRule
+from samecurve.strategy.deepspeed_defaults import read_defaults
 from samecurve.strategy.deepspeed_keys import DEEPSPEED, OLD_NAMES, SECOND_NAMES, STAGES
 from samecurve.strategy.fsdp1 import read_fsdp1
 from samecurve.strategy.plan import Files, Statement
@@ -24,12 +25,6 @@ from samecurve.strategy.written_defaults import settle_defaults
 _ZERO, _STAGE = "zero_optimization", ("zero_optimization", "stage")
 _JSON = ("deepspeed_config", "deepspeed_config_file")
 _KEPT = {_STAGE, *INLINE.values()}  # "auto" there is what the YAML says
-# of DeepSpeed's optimizers; the recipe's own are others
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "adam": {"optimizer.betas": (0.9, 0.999), "optimizer.epsilon": 1e-8, "optimizer.weight_decay": 0.0},
-    "lion": {"optimizer.betas": (0.9, 0.99), "optimizer.weight_decay": 0.0},
-}
-_DEFAULTS["adamw"] = _DEFAULTS["adam"]
 _FP32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
 
 
@@ -69,7 +64,7 @@ def read(chosen: str | None, num_machines: int = 0) -> Files:
     reading.rename()
     read_fsdp1(reading.accelerate, reading.notes, reading.no_effect, num_machines)
     for document, table in ((reading.accelerate, ACCELERATE), (reading.deepspeed, DEEPSPEED)):
-        reading.blocks_of_autos(document)
+        reading.statements += read_defaults(document, reading.notes)
         reading.walk(document, table)
     if reading.accelerate.get("distributed_type") == "FSDP":
         reading.accelerate.content["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False  # Accelerate's is true
@@ -125,51 +120,6 @@ class _Reading:
             for known in [known for known in document.places if known[: len(path)] == path]:
                 document.places[(*usual, *known[len(path) :])] = document.places[known]
 
-    def blocks_of_autos(self, document: Document) -> None:
-        """An optimizer or scheduler of which everything is "auto" is the recipe's."""
-        for name, harmless in (("optimizer", ()), ("scheduler", (0, -1))):
-            block = document.get(name)
-            params = block.get("params") if isinstance(block, dict) else None
-            if not isinstance(block, dict) or not isinstance(params, (dict, type(None))):
-                continue
-            params, kind = params or {}, DEEPSPEED[name]["type"]
-            known, open_values = DEEPSPEED[name]["params"], ("auto", None, *harmless)
-            numbers = [value for key, value in params.items() if key in known and value not in open_values]
-            if "type" in block and _refusal(kind, block["type"]):
-                block.pop("params", None)  # of an algorithm that the problem of its name refuses
-            elif name == "scheduler" and not numbers:
-                text = f"scheduler {block.get('type')} of {document.place(('scheduler',))} leaves its values open"
-                self.notes.append(f"{text}, so the recipe's schedule counts")
-                block.clear()
-            elif name == "scheduler":
-                if params.get("warmup_type") is None and params.get("warmup_num_steps") != 0:
-                    params["warmup_type"] = "log"  # DeepSpeed's default
-                algorithm = block.get("type")
-                ratio = params.get("cos_min_ratio", 1e-4)
-                lowest = {"WarmupDecayLR": 0.0, "WarmupCosineLR": ratio}.get(str(algorithm))
-                if lowest not in (None, "auto"):  # what DeepSpeed ends with
-                    path = ("scheduler", "type")
-                    self.statements.append(Statement("schedule.min_lr_ratio", (lowest,), document, path, algorithm))
-            elif numbers:
-                self._defaults(document, str(block.get("type")), params)
-            elif "type" in block:
-                statement = Statement(kind.by, kind.values(block["type"]), document, (name, "type"), block["type"])
-                self.statements.append(replace(statement, weak=True))
-                del block["type"]
-
-    def _defaults(self, document: Document, algorithm: str, params: dict) -> None:
-        """Note what DeepSpeed takes for values that the file's optimizer leaves out: it counts before the recipe's."""
-        stands = {
-            f"optimizer.{'epsilon' if key == 'eps' else key}" for key, value in params.items() if value is not None
-        }
-        for by, value in _DEFAULTS.get(algorithm.lower(), {}).items():
-            if by not in stands:
-                path = ("optimizer", "type")
-                self.statements.append(Statement(by, (value,), document, path, algorithm, weak=True))
-        if algorithm.lower() == "sgd" and not params.get("momentum"):
-            place = document.place(("optimizer",))
-            self.notes.append(f"{place}: SGD without momentum is not built; optimizer.momentum of the recipe counts")
-
     def walk(self, document: Document, table: Table, path: KeyPath = ()) -> None:
         """Apply the table to a block of keys. What stays in it is used, unknown or refused."""
         block = document.get(*path)
@@ -200,7 +150,7 @@ class _Reading:
         if value is None or (rule.auto and value == "auto"):
             return
         value = _converted(None, value)
-        if refusal := _refusal(rule, value):
+        if refusal := rule.refusal(value):
             document.problem(
                 path, f"found {describe(value)}, {'which ' if refusal.startswith('would') else ''}{refusal}"
             )
@@ -314,14 +264,6 @@ def _agreed(statements: list[Statement]) -> Iterator[Statement]:
 
 
 _HAPPENS_ANYWAY = "it says what happens anyway"
-
-
-def _refusal(rule: RecipeOwned, value: Any) -> str:
-    try:
-        rule.values(value)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _why_no_effect(key: str, rule: Any, value: Any) -> str:

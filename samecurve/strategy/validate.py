@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from samecurve.config.section import LARGEST_INTEGER
 from samecurve.config.source import InvalidValue, RecipeSource
 from samecurve.specs.data_names import WIDTH_MULTIPLE
 from samecurve.strategy import capabilities, validate_deepspeed
-from samecurve.strategy.accelerate_keys import ACCELERATE, NoEffect, Rejected, Table, ValueRule
+from samecurve.strategy.accelerate_keys import ACCELERATE, INLINE, NoEffect, Rejected, Table, ValueRule
 from samecurve.strategy.capabilities import CONTEXT, EXPERT, TENSOR, TORCH_PIPELINE, Mode
 from samecurve.strategy.deepspeed_keys import DEEPSPEED
 from samecurve.strategy.recipe_values import conflicts
@@ -48,6 +49,10 @@ def check_strategy(source: RecipeSource, files: Files, strategy: Strategy, launc
     if files.deepspeed.content:
         _walk(files.deepspeed, DEEPSPEED)
         validate_deepspeed.check_deepspeed(files.deepspeed, strategy, source)
+    if files.deepspeed.name == files.accelerate.name:  # made of the YAML's keys
+        keys = {".".join(path): f"deepspeed_config.{key}" for key, path in INLINE.items()}
+        problems = [replace(problem, key=keys.get(problem.key, problem.key)) for problem in files.deepspeed.problems]
+        files.deepspeed.problems = problems
     source.document.problems += conflicts(source, files, strategy.dims.dp)
     for key in capabilities.KEYS:
         with contextlib.suppress(InvalidValue):

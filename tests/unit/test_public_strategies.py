@@ -199,7 +199,7 @@ RUN = [
     ("stage3.conf", zero(ZERO3, bf16={"enabled": True}), "zero3", {}, []),  # open-instruct's suffix
     ("accelerate.json", inline(), "zero3", {}, []),
     ("adam.json", {"optimizer": {"type": "Adam", "params": {"lr": 1e-5, "eps": "auto"}}, "zero_optimization": {"stage": 2}}, "zero2", {"optimizer.learning_rate": 1e-5, "optimizer.betas": (0.9, 0.999), "optimizer.weight_decay": 0.0}, []),
-    ("sgd.json", {"optimizer": {"type": "SGD", "params": {"lr": 1e-5}}, "zero_optimization": {"stage": 2}}, "zero2", {"optimizer.name": "sgd", "optimizer.learning_rate": 1e-5}, ["SGD without momentum is not built"]),
+    ("sgd.json", {"optimizer": {"type": "SGD", "params": {"lr": 1e-5}}, "zero_optimization": {"stage": 2}}, "zero2", {"optimizer.name": "sgd", "optimizer.learning_rate": 1e-5, "optimizer.weight_decay": 0.0}, ["SGD without momentum is not built"]),
     ("open.json", zero(ZERO3 | {"offload_param": {"device": "auto"}}, amp={"enabled": "auto", "opt_level": "auto"}), "zero3", {}, []),
     ("ipex.yaml", accelerate(ipex_config={"ipex": False, "use_xpu": False}, dynamo_backend="NO", main_process_port=None), "ddp", {}, ["ipex_config"]),
     ("unclipped.json", zero(ZERO2, gradient_clipping=0.0), "zero2", {"optimizer.max_grad_norm": 1e9}, []),
