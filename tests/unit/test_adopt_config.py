@@ -172,6 +172,30 @@ def test_all_tokens_of_a_conversation_of_trl_are_trained(folder, capsys):
     assert adopted(f"trl sft {OF_TRL}", "a.sh", capsys)[0].data.train_on == "completion"
 
 
+def test_rows_of_trl_that_are_never_cut(folder, capsys):
+    """An explicit null is no default of TRL."""
+    recipe, printed = adopted(TRL + "max_length: null\n", "sft.yaml", capsys)
+    assert (
+        "NO EQUAL, the training differs: max_length" in printed
+        and "# max_length" not in Path("recipe.yaml").read_text()
+    )
+    Path("recipe.yaml").unlink()
+    recipe, printed = adopted(TRL + "max_length: null\n", "b.yaml", capsys, "batch.sequence_length=2048")
+    assert recipe.batch.sequence_length == 2048 and "max_length" not in printed
+
+
+def test_most_rows_of_each_data_set_of_llama_factory(folder, capsys):
+    Path("other.jsonl").write_text(Path("rows.jsonl").read_text())
+    table = {"mine": {"file_name": "rows.jsonl"}, "other": {"file_name": "other.jsonl", "num_samples": 3}}
+    Path("dataset_info.json").write_text(json.dumps(table))
+    text = LLAMA_FACTORY.replace("dataset: mine", "dataset: mine,other\nmax_samples: 1000").replace("val_size: 0.1", "")
+    recipe, printed = adopted(text, "a.yaml", capsys)
+    assert recipe.data.max_samples is None and [part.max_samples for part in recipe.data.mixture] == [1000, 3]
+    Path("recipe.yaml").unlink()
+    recipe, _ = adopted(text.replace("mine,other", "mine"), "a.yaml", capsys)
+    assert recipe.data.max_samples == 1000
+
+
 def test_of_llama_factory(folder, capsys):
     recipe, printed = adopted(LLAMA_FACTORY, "llama3_lora_sft.yaml", capsys)
     assert recipe.data.path == "rows.jsonl" and recipe.data.validation_fraction == 0.1

@@ -69,7 +69,16 @@ def data_set(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     keys = {"data.path": "path", "data.config": "config", "data.split": "split", "data.max_samples": "max_samples"}
     keys |= {f"data.{name}_column": f"{name}_column" for name in ("text", "messages", "prompt", "completion")}
     rows = [{keys[key]: part[key] for key in part if key in keys} | {"weight": 1.0} for part in parts]
+    if most := int(settings.get("max_samples") or 0):  # of each data set
+        rows = [row | {"max_samples": min(most, row.get("max_samples", most))} for row in rows]
     return {"data.mixture": rows}
+
+
+def most_rows(value: Any, settings: Settings) -> dict[str, Any] | NoEffect:
+    if not value:
+        return NoEffect("off")
+    is_mixture = "data.mixture" in (parts if isinstance(parts := data_set(settings["dataset"], settings), dict) else {})
+    return {} if is_mixture else {"data.max_samples": int(value)}
 
 
 def source(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -166,7 +175,7 @@ RULES: dict[str, Rule] = arguments.RULES | {
     },
     "default_system": NoEqual("a system message in the rows"),
     "cutoff_len": lambda value, settings: {"batch.sequence_length": int(value)},
-    "max_samples": lambda value, settings: {"data.max_samples": int(value)} if value else NoEffect("off"),
+    "max_samples": most_rows,
     "val_size": held_out,
     "packing": packing,
     "neat_packing": packing,

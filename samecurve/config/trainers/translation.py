@@ -42,13 +42,14 @@ class Trainer:
         rules: by key.
         defaults: its own values of keys that a file may leave out, where the recipe's default is another one.
         task: the recipe's task; raises ConfigurationError for a method that is not built.
-        processes: what the number of processes is called where the settings have it.
+        nulls: keys whose null has a meaning of its own; elsewhere null is the default.
     """
 
     name: str
     rules: Mapping[str, Rule]
     defaults: Callable[[Settings], dict[str, Any]]
     task: Callable[[Settings], str]
+    nulls: tuple[str, ...] = ()
 
 
 @dataclass
@@ -71,8 +72,9 @@ def translate(trainer: Trainer, given: Settings) -> Translation:
     Raises:
         ConfigurationError: the file's method is not built here, or a value is none of its key.
     """
-    made = Translation(no_effect={key: "null" for key, value in given.items() if value is None})
-    given = {key: value for key, value in given.items() if value is not None}
+    absent = [key for key, value in given.items() if value is None and key not in trainer.nulls]
+    made = Translation(no_effect=dict.fromkeys(absent, "null"))
+    given = {key: value for key, value in given.items() if key not in absent}
     settings = {**trainer.defaults(given), **given}
     made.values["task"] = trainer.task(settings)
     for key, value in settings.items():

@@ -97,6 +97,12 @@ def data_set(value: Any, settings: Settings) -> dict[str, Any]:
     return {"data.path": value} | ({"data.chat": False} if is_text else {})
 
 
+def longest(value: Any, settings: Settings) -> dict[str, Any]:
+    """null cuts no row."""
+    no_equal = NoEqual("batch.sequence_length: as many tokens as the longest row has")
+    return {"max_length": no_equal} if value is None else {"batch.sequence_length": int(value)}
+
+
 def dataset_split(value: Any, settings: Settings) -> dict[str, Any] | NoEqual:
     return {"data.split": value} if str(value).isidentifier() else NoEqual("data.split and data.max_samples")
 
@@ -115,7 +121,7 @@ RULES: dict[str, Rule] = arguments.RULES | {
     "dtype": NoEffect("weights are trained in fp32; `precision` says how this run computes"),
     "torch_dtype": NoEffect("weights are trained in fp32; `precision` says how this run computes"),
     "model_revision": "model.revision",
-    "max_length": lambda value, settings: {"batch.sequence_length": int(value)},
+    "max_length": longest,
     "max_seq_length": lambda value, settings: {"batch.sequence_length": int(value)},
     "max_prompt_length": NoEffect("data.truncation cuts what is longer than batch.sequence_length"),
     "max_completion_length": NoEffect("data.truncation cuts what is longer than batch.sequence_length"),
@@ -171,4 +177,4 @@ RULES: dict[str, Rule] = arguments.RULES | {
 }
 
 
-TRAINER = Trainer("TRL", RULES, defaults, task)
+TRAINER = Trainer("TRL", RULES, defaults, task, nulls=("max_length",))
