@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ _SCHEMA = {
     "loss_scale": ({"value": float, "good_steps": COUNT, "deepspeed?": {"*": float}}, {"*": ()}),
     "generators": dict,
     "recipe": {"optimizer?": dict, "tokenizer?": {"template_date?": (str, None)}},
+    "from_strategy?": {"*": str},
+    "given?": [str],
     "strategy": str,
     "world_size": _POSITIVE,
     "versions": dict,
@@ -236,11 +239,47 @@ def refusals(saved: dict, now: dict) -> list[str]:
             "model.path: the run's loss uses its initial weights as reference, and these weights differ from "
             "them; give the folder of the initial weights"
         )
+    reasons += _lost_values(saved, now)
     steps, epochs = now["recipe"]["steps"], now["recipe"].get("epochs")
     if steps < saved["step"]:
         given = f"epochs: {epochs:g}, which are {steps} steps" if epochs else f"steps: {steps}"
         reasons.append(f"{given}, but the checkpoint already is at step {saved['step']}")
     return reasons
+
+
+# Keys of which no loss depends, and keys that say the same as another one.
+_NOT_OF_THE_CURVE = ("batch.micro_batch_size", "compile", "memory.")
+_OTHER_WAYS = {"steps": "epochs", "schedule.warmup_steps": "schedule.warmup_ratio"}
+
+
+def _lost_values(saved: dict, now: dict) -> Iterator[str]:
+    """Yield the reason that values of an earlier strategy's file would silently become defaults; arguments as above."""
+    before, after = _leaves(saved["recipe"]), _leaves(now["recipe"])
+    known = {*now.get("from_strategy", ()), *now.get("given", ())}
+    lost = [
+        key
+        for key in saved.get("from_strategy", ())
+        if not ({key, _OTHER_WAYS.get(key, key)} & known or key.startswith(_NOT_OF_THE_CURVE))
+        and _typed(before.get(key)) != _typed(after.get(key))
+    ]
+    if lost:
+        kept, defaults = ([f"{key}={_typed(values.get(key))}" for key in lost] for values in (before, after))
+        yield (
+            "the strategy's file of the checkpoint gave values that neither the recipe nor the present file gives; add "
+            f"them, {' '.join(kept)}, or the defaults, {' '.join(defaults)}"
+        )
+
+
+def _leaves(block: dict, prefix: str = "") -> dict[str, Any]:
+    leaves = {}
+    for key, value in block.items():
+        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def _typed(value: Any) -> str:
+    """The value as an argument of the command line."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def without_effect(saved: dict, now: dict) -> list[str]:

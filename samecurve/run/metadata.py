@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import BaseModel
 
 from samecurve.config import own_code
 from samecurve.distributed.affinity import num_cores
@@ -128,6 +129,8 @@ def resume_identity(
     adapter = recipe.adapter.model_dump() | {"base_model": base, "path": start_of(recipe.adapter)}
     return {
         "recipe": recipe.model_dump(),
+        "from_strategy": plan.from_strategy,
+        "given": sorted(given_keys(recipe)),
         "strategy": plan.strategy.name,
         "world_size": plan.strategy.world_size,
         "versions": versions(),
@@ -139,6 +142,16 @@ def resume_identity(
         # the weights that the task uses as reference model, by their content and not by their path
         "reference": base if task.has_reference else None,
     }
+
+
+def given_keys(block: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys that a recipe has from a file or the command line; the others are the schema's defaults."""
+    for name in block.model_fields_set:
+        value = getattr(block, name)
+        if isinstance(value, BaseModel):
+            yield from given_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def hardware_facts() -> dict[str, object]:

@@ -41,7 +41,11 @@ _OF_DOCUMENTS = """
   `NO_SHARD` is DDP. What `accelerate to-fsdp2` writes is taken as it is.
 - Second names of DeepSpeed's keys: {second}.
 - A block `optimizer` or `scheduler` whose values are all `"auto"` leaves them to the recipe. A scheduler with numbers
-  but without `warmup_type` has DeepSpeed's default, `schedule.warmup_type: log`.
+  but without `warmup_type` has DeepSpeed's default, `schedule.warmup_type: log`, and one without `warmup_num_steps`
+  warms up for 1000 steps where the recipe does not say.
+- `train_micro_batch_size_per_gpu` without the other two numbers of a batch is one step of each rank, as in DeepSpeed.
+- What tools write without being asked contradicts no recipe: `mixed_precision: no`, `dynamo_backend: NO`,
+  `fsdp_activation_checkpointing: false`, and `use_cpu: true` where there is no accelerator.
 - What only `accelerate launch` reads (`gpu_ids`, `main_process_port`, ...) has no effect under another launcher.
 - `deepspeed_config_file` is looked for from the working directory, then from the YAML's folders.
 - A name that promises another strategy, such as `zero2.json` with offload, is mentioned in the header.

@@ -31,6 +31,22 @@ def now(**changed) -> dict:
     return content
 
 
+OF_FILE = {"optimizer.learning_rate": "z.json:3", "steps": "z.json:4", "batch.micro_batch_size": "z.json:1"}
+ARGUMENTS = (
+    "add them, optimizer.learning_rate=0.001 steps=100, or the defaults, optimizer.learning_rate=0.0003 steps=1000"
+)
+
+
+def test_values_of_an_earlier_strategys_file_are_not_lost():
+    before = now(from_strategy=OF_FILE, recipe__batch={"micro_batch_size": 4})
+    after = now(recipe__optimizer__learning_rate=3e-4, recipe__steps=1000, recipe__batch={"micro_batch_size": 1})
+    (reason,) = refusals(before, {**after, "given": ["task"]})
+    assert reason.endswith(ARGUMENTS)
+    given = {**after, "given": ["epochs"], "from_strategy": {"optimizer.learning_rate": "other.json:3"}}
+    assert refusals(before, given) == []
+    assert refusals(before, now(from_strategy=OF_FILE)) == []
+
+
 def test_nothing_changed():
     assert refusals(SAVED, now()) == changes(SAVED, now()) == []
 

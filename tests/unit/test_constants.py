@@ -80,7 +80,7 @@ def test_a_run_resumes_with_the_same_constants_only(stored, monkeypatch):
     content = {"task": "pretrain", "output_dir": "x", "steps": 1, "model": {"path": str(folder)}}
     content |= {"data": {"path": "x", "packing": False}, "optimizer": {"learning_rate": 1e-3}}
     made = Recipe.model_validate(content | {"batch": {"global_batch_size": 1, "sequence_length": 16}})
-    plan = SimpleNamespace(recipe=made, strategy=SimpleNamespace(name="single", world_size=1))
+    plan = SimpleNamespace(recipe=made, from_strategy={}, strategy=SimpleNamespace(name="single", world_size=1))
     rows = SimpleNamespace(fingerprint="x", shares=())
     task = SimpleNamespace(train=rows, vocabulary_size=100, origin="", has_reference=False)
     task.special_tokens, task.head = None, CAUSAL
