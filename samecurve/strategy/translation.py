@@ -250,7 +250,7 @@ def _agreed(statements: list[Statement]) -> Iterator[Statement]:
     """
     for by in dict.fromkeys(statement.by for statement in statements):
         first, *others = sorted((one for one in statements if one.by == by), key=lambda one: one.weak)
-        for other in others if not first.weak else ():
+        for other in [other for other in others if not other.weak]:
             values = tuple(value for value in first.values if value in other.values)
             if not values:
                 text = f"found {describe(other.written)}, but {'.'.join(first.path)} is {describe(first.written)}"

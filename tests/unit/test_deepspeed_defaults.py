@@ -6,7 +6,7 @@ import json
 
 import pytest
 from report_cases import Plan
-from test_public_strategies import SILENT, TYPED, ZERO2, inline, resolved
+from test_public_strategies import SILENT, TYPED, ZERO2, accelerate, inline, resolved
 
 from samecurve.cli.commands import main
 
@@ -53,6 +53,15 @@ def test_a_micro_batch_alone_is_a_step(keys, overrides, rows, tmp_path, monkeypa
     content = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": ZERO2, **keys}
     plan = resolved(tmp_path, monkeypatch, "z.json", content, *overrides)
     assert values(plan, "batch.micro_batch_size", "batch.global_batch_size") == [4, rows]
+
+
+def test_what_one_file_says_counts_before_defaults_of_the_other(tmp_path, monkeypatch):
+    keys = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": ZERO2}
+    (tmp_path / "z.json").write_text(json.dumps(keys))
+    block = {"deepspeed_config_file": "z.json", "gradient_accumulation_steps": 3}
+    content = accelerate("DEEPSPEED", mixed_precision="no", deepspeed_config=block)
+    plan = resolved(tmp_path, monkeypatch, "a.yaml", content)
+    assert values(plan, "batch.global_batch_size") == [24] and plan.recipe.precision == "bf16"
 
 
 @pytest.mark.parametrize(
