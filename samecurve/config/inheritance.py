@@ -156,11 +156,8 @@ def forget_origin(document: Document, name: str, later: Callable[[KeyPath], bool
             continue
         was = next(origin for key in _OF_ORIGIN[name][0] if (origin := document.get(name, key)) is not None)
         was = was if isinstance(was, str) else "another one"
-        dotted = ".".join(path)
-        text = (
-            f"{dotted}: {value} of {document.place(path)} was for {was}, which is replaced; give it again if it holds"
-        )
-        notes.append(text)
+        shown = f"{'.'.join(path)}: {str(value).lower() if value is True else value} of {document.place(path)}"
+        notes.append(f"{shown} was for {was}, which is replaced; give it again if it holds")
         del document.content[name][key]
         document.places.pop(path, None)
     return notes

@@ -20,7 +20,7 @@ batch: {sequence_length: 64}
 optimizer: {learning_rate: 1e-4}
 """
 SCRATCH = "model: {config: {model_type: llama}}\ntokenizer: {vocabulary_size: 300}\nadapter: {name: null}\n"
-TRUST = "model.trust_remote_code: True of base.yaml:4 was for of/first, which is replaced; give it again if it holds"
+TRUST = "model.trust_remote_code: true of base.yaml:4 was for of/first, which is replaced; give it again if it holds"
 
 
 @pytest.fixture
