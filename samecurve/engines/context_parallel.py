@@ -20,7 +20,7 @@ from samecurve.models import dropout
 from samecurve.models.attention import context, head_tail, varlen
 from samecurve.models.hf_config import is_classifier
 from samecurve.models.skeleton import construct
-from samecurve.specs.model_families import allow, families, may_be_tried, unproven_uses
+from samecurve.specs.model_families import allow, families, looks_ahead, may_be_tried, unproven_uses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -151,6 +151,8 @@ def check(model: PreTrainedModel, recipe: Recipe, strategy: Strategy) -> None:
         text = f"the model's num_attention_heads is {config.num_attention_heads}{share}, which {size} does not divide"
         text += ", and each rank needs as many"
         problems.append(f"{text} heads; use a size that divides it: {sizes}; configs/fsdp_cp.yaml takes any")
+    if ahead := looks_ahead(config.to_dict()):
+        problems.append(f"the model's {ahead}, and context parallelism computes causal attention; use another model")
     if config._attn_implementation == "eager":
         text = "the model uses transformers' eager attention, which context parallelism cannot replace"
         problems.append(f"{text}; set model.attention to sdpa, or use a family that has it")

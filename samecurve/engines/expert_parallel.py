@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -98,9 +97,7 @@ def shard(model: nn.Module, mesh: Mesh, accelerator: Accelerator) -> None:
         return Shard(1 if count % dims.efsdp else 0)
 
     for experts in (module for module in model.modules() if isinstance(module.forward, Dispatch)):
-        # weights of a token's experts keep the dtype in which their router computes them
-        policy = replace(options["mp_policy"], cast_forward_inputs=False)
-        own = {**options, "mesh": mesh.experts["efsdp"], "mp_policy": policy}
+        own = {**options, "mesh": mesh.experts["efsdp"]}
         unit = fully_shard(experts, **own, shard_placement_fn=place)
         unit.set_gradient_divide_factor(float(dims.size(*LOSS)))
         if dims.efsdp > 1:  # on one rank FSDP2 divides without a reduction, and a forced sum would be divided again

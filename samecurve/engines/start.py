@@ -137,7 +137,9 @@ def plugins(plan: Plan) -> dict:
     # from the logits (cross_entropy.py), and one output dtype for all layers would pass fp32 activations to bf16
     # weights during recomputation.
     reduce_dtype = torch_dtype(strategy.fsdp_reduce_dtype)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype(plan.recipe.precision), reduce_dtype=reduce_dtype)
+    # Inputs keep theirs, too, as in one process: fp32 residuals, rotary angles of some families, weights of tokens.
+    dtype = compute_dtype(plan.recipe.precision)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
     # set after construction: Accelerate 1.15 rejects the option for FSDP2 in the constructor; fsdp.py implements it
     plugin.forward_prefetch = strategy.fsdp_forward_prefetch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -54,6 +54,9 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         ConfigurationError: the teacher does not separate packed documents, or as models.skeleton.build_skeleton.
     """
     recipe, skeleton = _skeleton(task)
+    kept = fp32_weights.names(skeleton, recipe.precision) if plan and plan.strategy.backend == "deepspeed" else set()
+    shapes = {name: weight.shape for name, weight in skeleton.named_parameters() if name in kept}
+    exact = fp32_weights.ExactValues(shapes, accelerator.device)
     if plan and plan.strategy.shards_model:
         # tensor parallelism does not cut the teacher
         strategy = replace(plan.strategy, dims=replace(plan.strategy.dims, tp=1))
@@ -69,18 +72,21 @@ def build(accelerator: Accelerator, plan: Plan | None, mesh: Mesh, task: Task) -
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
         config = {**config, "zero_optimization": zero}
         divided = _frozen(skeleton, deepspeed_introspection.zero3_init(config))
+        exact.install(divided)
         # a separate engine without an optimizer, whose hooks gather each layer during its computation
         teacher, *_ = deepspeed.initialize(model=divided, config=config)
     elif plan and plan.strategy.backend == "deepspeed":
         # DeepSpeed computes in the dtype of the weights
         teacher = _frozen(skeleton, torch.device(accelerator.device))
-        teacher.to(torch_dtype(recipe.precision))  # pyright: ignore[reportArgumentType]  # transformers hides the signature
+        for weight in filter(torch.is_floating_point, teacher.parameters()):
+            weight.data = weight.data.to(torch_dtype(recipe.precision))
+        exact.install(teacher)
     else:
         alone = _frozen(skeleton, torch.device(accelerator.device))
         # single and ddp compute without autocast in training; tp and evaluations use autocast
         fp32_weights.store_frozen_in_bf16(alone, recipe, everywhere=plan is not None and computes_in_copies(plan))
         teacher = accelerator.prepare_model(alone, evaluation_mode=True)
-    _fill(teacher, skeleton, recipe)
+    _fill(teacher, skeleton, recipe, exact.values)
     teacher.eval()  # DeepSpeed's method returns None
     return teacher
 
@@ -160,12 +166,17 @@ def _frozen(skeleton: PreTrainedModel, where) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _fill(teacher: nn.Module, skeleton: PreTrainedModel, recipe: Recipe) -> None:
+def _fill(teacher: nn.Module, skeleton: PreTrainedModel, recipe: Recipe, exact: Mapping[str, Tensor]) -> None:
     module = getattr(teacher, "module", teacher)
     tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
 
     def write(name: str, full: Tensor) -> None:
         tensor = tensors[name]
+        if name in exact:
+            exact[name].copy_(full)
+        if not isinstance(tensor, nn.Parameter):
+            fp32_weights.fill_buffer(tensor, full, skeleton.get_buffer(name))
+            return
         if not hasattr(tensor, "ds_id"):
             fsdp.write(tensor.detach(), full)
             return

@@ -201,7 +201,7 @@ class TorchPipelineEngine:
         applied = math.isfinite(mean) and math.isfinite(grad_norm)
         if applied:
             factor = min(1.0, self.recipe.optimizer.max_grad_norm / (grad_norm + 1e-6))
-            if factor != 1.0:
+            if factor != 1.0 and gradients:  # a stage may be frozen as a whole
                 torch._foreach_mul_(gradients, factor)
             self._optimizer.step()
             if self._encoder is not None:

@@ -126,7 +126,7 @@ class ZeroEngine(AcceleratedEngine):
         if name in self.exact.values:
             self.exact.values[name].copy_(full)
         if not isinstance(tensor, nn.Parameter):
-            tensor.copy_(full)
+            fp32_weights.fill_buffer(tensor, full, self.skeleton.get_buffer(name))
         elif hasattr(tensor, "ds_id"):
             with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
                 if self.accelerator.is_main_process:

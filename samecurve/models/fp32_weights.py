@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from samecurve.config.schema import Optimizer, Recipe
 from samecurve.models.pretrained import constants
-from samecurve.specs.model_families import RECURRENT
+from samecurve.specs.optimizers import RECURRENT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +57,15 @@ def cast_weights(model: PreTrainedModel, settings: Optimizer) -> PreTrainedModel
             if parameter not in kept:
                 parameter.data = parameter.data.to(torch.bfloat16)
     return model
+
+
+def fill_buffer(buffer: Tensor, full: Tensor, stated: Tensor) -> None:
+    """Give a live buffer its value, in the dtype that the skeleton's, `stated`, has.
+
+    A model that DeepSpeed divides while it is built has buffers of DeepSpeed's dtype: in bf16 the angle of a rotary
+    embedding is wrong by a radian at position 2,000.
+    """
+    buffer.data = full.to(buffer.device, stated.dtype)
 
 
 class ExactValues:

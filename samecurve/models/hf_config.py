@@ -39,7 +39,7 @@ from samecurve.models.config_overrides import with_overrides
 from samecurve.models.packaged import is_packaged, published_class, text_config
 from samecurve.specs.data_names import CHATML
 from samecurve.specs.heads import CAUSAL, TITLES, Head
-from samecurve.specs.model_families import families
+from samecurve.specs.model_families import families, looks_ahead
 from samecurve.storage import trusted_code
 
 _AUTO = {
@@ -226,6 +226,11 @@ def check_causal(model: PreTrainedModel) -> None:
         raise ConfigurationError(
             f"model: every position of a {config.model_type} sees the following tokens, which it would be trained to "
             "predict; choose a decoder, for example llama, or set is_decoder to true where the config has that key"
+        )
+    if ahead := looks_ahead(config.to_dict()):
+        raise ConfigurationError(
+            f"model: {ahead}, so every position sees the following tokens, which it would be trained to predict; "
+            "choose another model, or train this one with task embed or classify"
         )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from samecurve.errors import ConfigurationError
 from samecurve.models.attention import mask_facts
+from samecurve.models.lora import is_adapted
 from samecurve.specs.model_families import allow, families
 
 if TYPE_CHECKING:
@@ -97,6 +98,10 @@ def install(model: nn.Module) -> bool:
                 recurrent |= apart is not None
                 if not hasattr(plain, _CHANGED):
                     setattr(home, name, _with_gaps(plain, apart) if apart else _with_positions(plain))
+        if _COMBINED in vars(home) and is_adapted(
+            model
+        ):  # it would take the base layer's weight of an adapted out_proj
+            setattr(home, _COMBINED, lambda *args, **kwargs: None)
     return recurrent
 
 
@@ -148,6 +153,7 @@ def _scan(plain: Callable, gaps: Gaps, hidden: Tensor, dt: Tensor, a: Tensor, *i
     return gaps.collect(plain(gaps.spread(hidden), steps, a, b, c, **kwargs))
 
 
+_COMBINED = "mamba2_split_conv1d_scan_combined"
 # By the names of functions in transformers' modules. None: one that makes a mask.
 _FUNCTIONS: dict[str, Callable | None] = {
     "create_causal_mask": None,
@@ -157,7 +163,7 @@ _FUNCTIONS: dict[str, Callable | None] = {
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _scan,
     # a kernel for all of these; without it the layer calls them one by one
-    "mamba2_split_conv1d_scan_combined": lambda plain, gaps, *args, **kwargs: None,
+    _COMBINED: lambda plain, gaps, *args, **kwargs: None,
 }
 
 

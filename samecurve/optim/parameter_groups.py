@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from samecurve.config.schema import Optimizer
 from samecurve.config.schema_training import ParameterGroup
-from samecurve.specs.model_families import RECURRENT
+from samecurve.specs.optimizers import RECURRENT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -29,7 +29,9 @@ def learning_rate(recipe: Recipe, update: int) -> float:
     schedule, peak, warmup = recipe.schedule, recipe.optimizer.learning_rate, recipe.warmup_steps
     update = max(update - schedule.delay_steps, 0)
     if update < warmup:
-        return peak * (math.log(update + 1) / math.log(warmup) if schedule.warmup_type == "log" else update / warmup)
+        return peak * (
+            math.log(update + 1) / math.log(max(warmup, 2)) if schedule.warmup_type == "log" else update / warmup
+        )
     if schedule.name == "constant":
         return peak
     decay_steps = recipe.steps - warmup

@@ -357,18 +357,18 @@ def attention_dropout(fields: Mapping[str, Any]) -> str | None:
     return next((f"{name} is {fields[name]}" for name in _DROPOUT if fields.get(name)), None)
 
 
+def looks_ahead(fields: Mapping[str, Any]) -> str | None:
+    """Return "key is value" of a decoder's config whose positions see following ones (EmbeddingGemma), else None."""
+    ahead = {"is_causal": (False,), "use_bidirectional_attention": (True, "all")}  # not "vision": images alone
+    return next((f"{key} is {fields[key]}" for key, values in ahead.items() if fields.get(key) in values), None)
+
+
 def without_varlen(fields: Mapping[str, Any]) -> str | None:
     """Say why a model has no varlen attention, by its config's fields; None where it has."""
     if fields.get("model_type") not in families("varlen"):
         return f"a {fields.get('model_type')} computes attention in its own way"
-    rate = attention_dropout(fields)
-    return f"{rate}, and it has no dropout" if rate else None
-
-
-# A recurrence's parameters, by their own name: the logarithm of its decay, the bias of its step and its skip
-# connection. Mamba's authors keep them in fp32 and without weight decay (github.com/state-spaces/mamba,
-# mamba_simple.py and mamba2.py: `_no_weight_decay`, "keep in fp32"); so do those of GatedDeltaNet and Kimi Linear.
-RECURRENT = frozenset(("A_log", "D", "dt_bias"))
+    rate, ahead = attention_dropout(fields), looks_ahead(fields)
+    return f"{rate}, and it has no dropout" if rate else f"{ahead}, and it is causal" if ahead else None
 
 
 def allow(uses: list[str] | None, use: str, refusal: str, fails: bool = False) -> None:

@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from samecurve.specs.data_names import ByName
 
+# A recurrence's parameters: the logarithm of its decay, its skip connection and the bias of its step. The authors of
+# Mamba (github.com/state-spaces/mamba), GatedDeltaNet and Kimi Linear keep them in fp32 and without weight decay.
+RECURRENT = frozenset(("A_log", "D", "dt_bias"))
+
 
 class OptimizerSpec(NamedTuple):
     """One optimizer: its builder, and facts for strategies, checkpoints and recipes.

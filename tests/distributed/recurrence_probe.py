@@ -21,7 +21,7 @@ from samecurve.models.skeleton import build_skeleton
 from samecurve.run import lifecycle
 from samecurve.run.metadata import resume_identity
 from samecurve.run.run_directory import RunDirectory
-from samecurve.specs.model_families import RECURRENT
+from samecurve.specs.optimizers import RECURRENT
 from samecurve.strategy import preflight
 from samecurve.tasks import registry
 

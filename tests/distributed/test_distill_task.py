@@ -28,7 +28,14 @@ TEMPERATURE, LABEL_WEIGHT = 2.0, 0.25
 UNLIKE = {"hidden_size": 48, "num_hidden_layers": 4, "initializer_range": 0.2}
 TEACHER = {**LLAMA, **UNLIKE, "tie_word_embeddings": False}
 GPT2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
-OTHER_TEACHERS = {"tied": {**LLAMA, **UNLIKE}, "gpt2": GPT2, "shallow": {**LLAMA, **UNLIKE, "num_hidden_layers": 2}}
+MAMBA2 = {"model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8}
+MAMBA2 |= {"head_dim": 8, "n_groups": 1, "chunk_size": 8}
+OTHER_TEACHERS = {
+    "recurrent": MAMBA2,
+    "tied": {**LLAMA, **UNLIKE},
+    "gpt2": GPT2,
+    "shallow": {**LLAMA, **UNLIKE, "num_hidden_layers": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +216,16 @@ def test_the_run_is_measured_again_by_itself(workspace, setting, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())["metrics"]
     assert found == {name: pytest.approx(run.metrics[-1][name], rel=1e-6) for name in found}
     assert {"eval_loss", "eval_divergence"} <= found.keys()
+
+
+@pytest.mark.parametrize("teacher", ["teacher", "recurrent"])
+@pytest.mark.parametrize("strategy", ["zero3", *long("zero2", "fsdp", "ddp")])
+def test_buffers_are_fp32_in_bf16(strategy, teacher, workspace, setting):
+    """A rotary embedding with bf16 frequencies is wrong by a radian at position 2,000; no short row would show it."""
+    overrides = [*setting.overrides, "precision=bf16", f"distill.teacher={workspace.folder / teacher}"]
+    found, alone = (
+        workspace.probe("buffers_probe.py", name, world, *overrides) for name, world in ((strategy, 2), (None, 1))
+    )
+    assert found["engine"] == ENGINES[strategy]
+    assert found["dtypes"] == alone["dtypes"] and {*found["dtypes"].values()} == {"torch.float32"}
+    assert found["losses"] == pytest.approx(alone["losses"], rel=5e-3)

@@ -142,3 +142,16 @@ def test_parameter_groups_of_torch(strategy, workspace, pretrained):
     assert run.column("learning_rate *.mlp.*") == pytest.approx([2 * rate for rate in run.column("learning_rate")])
     assert "layers.[01].*: frozen (18 weights, " in run.output and len(run.facts["optimizer_groups"]) == 4
     assert not frozen & json.loads((run.checkpoint(STEPS) / "index.json").read_text()).keys()
+
+
+@pytest.mark.full
+def test_a_frozen_stage_beside_one_that_is_clipped(workspace):
+    arguments = (
+        MICRO,
+        "optimizer.max_grad_norm=0.01",
+        "optimizer.groups=[{pattern: 'layers.[01].*', frozen: true}, {pattern: '*.embed*', frozen: true}]",
+    )
+    runs = [workspace.run(strategy, world, *arguments) for strategy, world in (("pipeline_1f1b", 2), (None, 1))]
+    assert [run.returncode for run in runs] == [0, 0], runs[0].output
+    assert min(runs[0].column("grad_norm")) > 0.01
+    assert largest_relative_difference(*(run.column("loss") for run in runs)) < 1e-5

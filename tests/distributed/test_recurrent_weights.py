@@ -1,4 +1,4 @@
-"""A_log, dt_bias and D of a recurrence are computed in fp32 in a bf16 run under every strategy."""
+"""What is fp32 in a bf16 run is so under every strategy: A_log, dt_bias and D of a recurrence, and rotary angles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ MAMBA2 = {
     "head_dim": 8,
     "n_groups": 1,
     "chunk_size": 8,
-    "residual_in_fp32": False,  # FSDP2 casts the inputs of each layer
 }
 
 
@@ -50,6 +49,16 @@ def test_a_recurrence_is_computed_in_fp32(strategy, world, single, workspace):
     assert found["losses"] == pytest.approx(single["losses"], rel=5e-3)
     for name, values in found["weights"].items():
         assert values == pytest.approx(single["weights"][name], abs=1e-4), name
+
+
+def test_angles_between_layers_are_fp32(workspace):
+    """Those of OLMo 2: FSDP with one shard computes what one process does, bit for bit."""
+    fields = {"model_type": "olmo2", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    overrides = [f"model.config={json.dumps(fields | {'num_attention_heads': 4})}", "precision=bf16"]
+    overrides += ["batch.sequence_length=256", "batch.micro_batch_size=4"]
+    found, alone = (workspace.probe("buffers_probe.py", strategy, 1, *overrides) for strategy in ("fsdp", None))
+    assert found["engine"] == ENGINES["fsdp"].replace("Llama", "Olmo2")
+    assert found["losses"] == alone["losses"] and len(found["losses"]) == 2
 
 
 @pytest.mark.full

@@ -20,7 +20,6 @@ from samecurve.models.activation_checkpointing import checkpoint_layers, layers
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
 MAMBA2 = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1}
-MAMBA2 |= {"residual_in_fp32": False}  # FSDP2 casts each layer's inputs, so that its residuals are in bf16
 MAMBA2 |= {"chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 QWEN3_NEXT = {**LLAMA, **DELTA, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
@@ -28,6 +27,7 @@ QWEN3_NEXT |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 1
 QWEN3_NEXT |= {"layer_types": ["linear_attention", "full_attention"]}
 RECURRENT = {"mamba2": MAMBA2, "qwen3_next": QWEN3_NEXT}
 FAMILIES = {"llama": LLAMA, "tied": {**LLAMA, "tie_word_embeddings": True}, "gpt2": GPT2, **RECURRENT}
+FAMILIES |= {"olmo2": LLAMA}  # its rotary angles stay fp32
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +57,7 @@ def with_copies(model: nn.Module, checkpointing: str = "none") -> nn.Module:
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = fp32_weights.parameters(model, "bf16")
     for each in [*layers(model), model]:
         fully_shard(each, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy, ignored_params=whole)

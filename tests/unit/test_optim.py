@@ -193,6 +193,11 @@ def test_rates_are_those_of_deepspeeds_schedulers(name, scheduler, options, warm
         assert learning_rate(ours, update) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
 
 
+def test_one_step_of_log_warm_up_behind_a_delay():
+    ours = recipe(name="constant", warmup_steps=1, warmup_type="log", delay_steps=1)
+    assert [learning_rate(ours, update) for update in (1, 2, 3)] == [0.0, PEAK, PEAK]
+
+
 GROUPS = (
     {"pattern": "*.embed*", "learning_rate": 1e-3, "weight_decay": 0.0},
     {"pattern": "layers.[01].mlp.*", "learning_rate": 4e-2},

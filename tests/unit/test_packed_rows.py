@@ -13,7 +13,7 @@ from test_data import all_rows, in_order
 from tiny_families import tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from samecurve.config.schema import Batch
+from samecurve.config.schema import Adapter, Batch
 from samecurve.data.batches import StepBatches
 from samecurve.data.datasets.base import DocumentRows, PackedRows, Rows, grouped
 from samecurve.data.datasets.mixture import MixedRows
@@ -27,7 +27,7 @@ from samecurve.data.token_store import TokenStream
 from samecurve.engines.forward import gaps_of
 from samecurve.errors import ConfigurationError
 from samecurve.losses.cross_entropy import IGNORE_INDEX
-from samecurve.models import packed_rows
+from samecurve.models import lora, packed_rows
 from samecurve.models.attention import mask_facts, varlen
 from samecurve.models.packed_rows import check_packing
 from samecurve.specs.model_families import families
@@ -305,6 +305,20 @@ def documents(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, torch.Tens
             alone = model(input_ids=torch.tensor([sample]), use_cache=False).logits[0]
             yield packed[row, place : place + len(sample)], alone
             place += len(sample)
+
+
+def test_an_adapted_output_projection_is_computed_by_itself(monkeypatch):
+    """The kernel that includes it, on a GPU, would take the weight below the adapter."""
+    from transformers.models.bamba import modeling_bamba
+
+    kernel = "mamba2_split_conv1d_scan_combined"
+    monkeypatch.setattr(modeling_bamba, kernel, lambda *args, **kwargs: "the kernel's", raising=False)
+    model = AutoModelForCausalLM.from_config(tiny_config("bamba"))
+    packed_rows.install(model)
+    assert getattr(modeling_bamba, kernel)() == "the kernel's"
+    lora.inject(model, Adapter(name="lora", rank=2))
+    packed_rows.install(model)
+    assert getattr(modeling_bamba, kernel)() is None
 
 
 # A property of every kind of rows in every world: what each step reads, taken from what its ranks read.

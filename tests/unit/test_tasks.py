@@ -335,6 +335,7 @@ def test_a_missing_layer_of_the_base_is_no_new_head(tmp_path):
     [
         ("mlm", {**BERT, "model_type": "llama", "num_key_value_heads": 2}, "llama is not a masked language model; choose an encoder"),
         ("pretrain", {**BERT, "model_type": "roberta", "is_decoder": True}, "roberta numbers positions from behind its padding token"),
+        ("pretrain", {**BERT, "model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention is True, so every position sees"),
         ("mlm", {**BERT, "is_decoder": True}, "is_decoder is true, which hides the tokens after a masked one"),
         ("mlm", {**BERT, "model_type": "roberta", "max_position_embeddings": 8}, "roberta uses those from [1-9] on; use at most [1-7]$"),
     ],

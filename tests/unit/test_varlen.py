@@ -7,18 +7,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 from reads import Reads
+from tiny_families import tiny_config
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import varlen as torch_varlen
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from samecurve.config.schema import Recipe
 from samecurve.data.micro_batch import BatchFacts, MicroBatch
+from samecurve.engines import context_parallel
 from samecurve.errors import ConfigurationError
 from samecurve.models.attention import block_causal, choice, varlen
 from samecurve.models.attention.mask_facts import MaskFacts, masks_from
 from samecurve.models.hf_config import find_class
 from samecurve.specs.heads import CAUSAL
+from samecurve.specs.model_families import without_varlen
+from samecurve.strategy.parallel_dims import ParallelDims
 
 LENGTHS = ((700,), (1, 299, 400), (64, 20, 30, 5, 81, 256, 244), (690, 10))
 ROWS, LENGTH, HEADS, WIDTH = len(LENGTHS), 700, 4, 16
@@ -416,3 +421,15 @@ def test_on_a_gpu_only_where_it_was_asked_for_or_measured(monkeypatch, tmp_path)
     refused("kv_channels is 12, and a GPU computes it", AutoConfig.for_model("jetmoe", kv_channels=12))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     refused("Tesla T4 is too old for it")
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("llama", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})]
+)
+def test_a_decoder_that_looks_ahead_has_neither_varlen_nor_context_parallelism(family, fields):
+    config = tiny_config(family, attn_implementation="sdpa", **fields)
+    assert "and it is causal" in (without_varlen(config.to_dict()) or "")
+    dims = ParallelDims(cp=2)
+    strategy = SimpleNamespace(dims=dims, path="s.yaml", context_key="cp_size", context_parallel="allgather")
+    with pytest.raises(ConfigurationError, match="and context parallelism computes causal attention; use another"):
+        context_parallel.check(SimpleNamespace(config=config), Recipe.model_construct(), strategy)
