@@ -1,7 +1,7 @@
 """Weights that a model computes with in fp32 whatever its precision, and their exact values under DeepSpeed.
 
 They are few: what transformers marks (PreTrainedModel._keep_in_fp32_modules_strict, and _keep_in_fp32_modules for fp16
-alone), for example routers, and the parameters of a recurrence (specs/model_families.py), which transformers uses in
+alone), for example routers, and the parameters of a recurrence (specs/optimizers.py), which transformers uses in
 fp32 but does not mark: a decay of 0.999 per token is 0.996 in bf16. So are weights that the family itself does not
 train, such as a router's bias. Other frozen weights, which need no more than the dtype that they are computed in, are
 stored in that: half the memory of fp32, and no cast at each use.
