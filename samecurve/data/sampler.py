@@ -14,10 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from samecurve.distributed.split_mix import GOLDEN, mix
-
 # Eight rounds: four are a pseudo-random permutation for large domains (Luby and Rackoff, 1988), small ones need more.
 _ROUNDS = 8
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: SplitMix64's increment
 _MASK = (1 << 64) - 1
 _HISTORY = "batch_size_from_"  # prefix of keys, because a checkpoint has them in one dict with those of the rows
 
@@ -38,7 +37,7 @@ def rows_at(positions: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
     """
     shape = np.shape(positions)
     epochs, places = np.divmod(np.asarray(positions, dtype=np.uint64).ravel(), np.uint64(num_rows))
-    keys = mix(mix(np.array([(seed + GOLDEN) & _MASK], dtype=np.uint64)) + epochs * np.uint64(GOLDEN))
+    keys = _mix(_mix(np.array([(seed + _GOLDEN) & _MASK], dtype=np.uint64)) + epochs * np.uint64(_GOLDEN))
     half_bits = np.uint64(max(1, ((num_rows - 1).bit_length() + 1) // 2))
     rows = _feistel(places, keys, half_bits)
     while (outside := rows >= num_rows).any():
@@ -196,11 +195,11 @@ def uniform(positions: np.ndarray, width: int, seed: int, draw: int) -> np.ndarr
 
     `draw` is a small integer; different draws are independent.
     """
-    start = np.array([(seed * GOLDEN + draw + 1) & _MASK], dtype=np.uint64)
-    keys = mix(mix(start) + np.asarray(positions, dtype=np.uint64) * np.uint64(GOLDEN))
-    steps = np.arange(width, dtype=np.uint64) * np.uint64(GOLDEN)
+    start = np.array([(seed * _GOLDEN + draw + 1) & _MASK], dtype=np.uint64)
+    keys = _mix(_mix(start) + np.asarray(positions, dtype=np.uint64) * np.uint64(_GOLDEN))
+    steps = np.arange(width, dtype=np.uint64) * np.uint64(_GOLDEN)
     # the upper 53 bits, as many as a float64 holds exactly
-    return (mix(keys[:, None] + steps) >> np.uint64(11)) * 2.0**-53
+    return (_mix(keys[:, None] + steps) >> np.uint64(11)) * 2.0**-53
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: np.uint64) -> np.ndarray:
@@ -208,9 +207,19 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: np.uint64) -> np.n
     low_half = (np.uint64(1) << half_bits) - np.uint64(1)
     left, right = values >> half_bits, values & low_half
     for round_number in range(1, _ROUNDS + 1):
-        round_keys = keys + np.uint64(round_number * GOLDEN & _MASK)
-        left, right = right, left ^ (mix(round_keys ^ right) & low_half)
+        round_keys = keys + np.uint64(round_number * _GOLDEN & _MASK)
+        left, right = right, left ^ (_mix(round_keys ^ right) & low_half)
     return left << half_bits | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Apply SplitMix64's output function, in which every input bit affects every output bit.
+
+    Source: Steele, Lea and Flood, OOPSLA 2014.
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 _MOST_STEPS = 32  # largest number of steps in a group

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samecurve.distributed import split_mix
-
 _GOLDEN, _FIRST, _SECOND = -1640531535, -2048144789, -1028477387  # 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35 as int32
 _PART_ON_CPU = 2**20  # values at a time, so that they stay in a cache
 _PART = 2**26
@@ -114,7 +112,12 @@ def keys_of(seed: int, step: int, sequences: np.ndarray, sites: np.ndarray) -> T
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    return split_mix.mix(values + np.uint64(split_mix.GOLDEN))
+    """Hash 64-bit integers, as SplitMix64 does (Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        values = values + np.uint64(0x9E3779B97F4A7C15)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return values ^ (values >> np.uint64(31))
 
 
 def _signed(value: int) -> int:
