@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Part of the cache key: raise it when the same conversation gives other tokens or other trained marks.
-_VERSION = 6
+_VERSION = 7
 
 
 class ChatEncoder(ConversationEncoder):
@@ -46,7 +46,8 @@ class ChatEncoder(ConversationEncoder):
         answers_begun_inside_a_token: answers whose first characters share a token with the prompt, mostly a line break
             with the spaces after it. The model is trained to write this token, but never has to at inference.
         answers_unlike_the_prompt: answers without something that ends the generation prompt, such as <think>.
-        answers_without_their_reasoning: answers whose reasoning the template leaves out wherever they stand.
+        answers_without_their_reasoning: answers whose reasoning, or text before </think>, the template leaves out
+            wherever they stand.
         calls_without_their_text: answers with calls of tools beside which the template leaves out the text.
         messages_with_special_tokens: messages whose text contains a special token.
         developer_messages_as_system: messages of the role developer, for templates that know the role system only.
@@ -155,8 +156,8 @@ class ChatEncoder(ConversationEncoder):
         turns = RenderedTurns(conversation, template)
         if self.schema.train_on == "all":
             text, _ = template.render(conversation)
-            return [Rendered(text, [(0, len(text))])]
-        if self.schema.train_on == "completion":
+            rows = [Rendered(text, [(0, len(text))])]
+        elif self.schema.train_on == "completion":
             rows = [turns.completion()]
         else:
             answers = turns.answers()

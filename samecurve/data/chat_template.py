@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from samecurve.data.conversation_encoder import Span
 from samecurve.data.schemas.conversation import Conversation
+from samecurve.data.schemas.messages import REASONING
 from samecurve.data.time_limit import RenderTimeout, render_limit
 from samecurve.errors import ConfigurationError, DataError
 
@@ -20,10 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PROBE = "\N{REFERENCE MARK}"  # occurs in no template
+PROBE = "samecurveProbe7f2d91c4e8b05a36"  # one word of ASCII, which occurs in no template and in no text
 DATED = "strftime_now"  # transformers' function for templates that write today's date, as Llama 3.2's does
-# Names of a message's reasoning, in the order of transformers 5.23; a template gets it by the first two, as there.
-REASONING = ("reasoning_content", "thinking", "reasoning")
 # What a template gets in any case.
 _GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 USER, ANSWER = ({"role": role, "content": PROBE} for role in ("user", "assistant"))

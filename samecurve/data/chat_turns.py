@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from samecurve.data.chat_template import CALL, PROBE, REASONING, ChatTemplate
+from samecurve.data.chat_template import CALL, PROBE, ChatTemplate
 from samecurve.data.conversation_encoder import Span
 from samecurve.data.schemas.conversation import Conversation
+from samecurve.data.schemas.messages import REASONING
 from samecurve.errors import DataError
 from samecurve.specs.data_names import CHATML
 
@@ -76,7 +77,8 @@ class RenderedTurns:
         answers = {index: self._answer(index) for index in trained if index >= self._conversation.num_prompt}
         for index, answer in answers.items():
             message = self._conversation.messages[index]
-            reasoning = next((str(message[key]) for key in REASONING if message.get(key)), "")
+            thought = message["content"].rpartition("</think>")[0].strip().removeprefix("<think>")  # as DeepSeek R1's
+            reasoning = next((str(message[key]) for key in REASONING if message.get(key)), thought)
             self.num_unreasoned += reasoning.strip() not in answer.row.text
             start = next((start for start, _ in answer.row.spans), 0)
             said, calls = answer.row.text[start:], message.get("tool_calls", ())

@@ -18,10 +18,10 @@ from transformers.utils import chat_template_utils
 
 from samecurve.data import time_limit
 from samecurve.data.chat_encoder import ChatEncoder, TextEncoder, end_tokens
-from samecurve.data.chat_template import REASONING
 from samecurve.data.encoder import encoded
 from samecurve.data.row_checks import BadRow
 from samecurve.data.schemas.conversation import ChatSchema, conversation
+from samecurve.data.schemas.messages import REASONING
 from samecurve.data.schemas.preference import PairEncoder, PairSchema, pair
 from samecurve.data.tokenizer import CHAT_TEMPLATE
 from samecurve.errors import ConfigurationError, DataError
@@ -269,6 +269,23 @@ def test_empty_keys_that_arrow_adds_are_not_seen_by_the_template(make):
     assert encode(make(), padded) == encode(make(), TURNS)
 
 
+@pytest.mark.parametrize("key", ["tool_calls", *REASONING])
+def test_empty_keys_of_an_answer_are_not_seen_by_the_template(make, key):
+    """DeepSeek V3.1's template writes calls where `tool_calls` is defined, and no content beside them."""
+    shown = "{{ '' if m.KEY is defined else m.content }}".replace("KEY", key)
+    template = UNMARKED.replace(" + m['content'] + '<|im_end|>", "}}" + shown + "{{ '<|im_end|>")
+    empty = [{**turn, key: [] if key == "tool_calls" else " "} for turn in TURNS]
+    assert encode(make(template), empty) == encode(make(template), TURNS)
+    with pytest.raises(DataError, match=r"'?messages.1..content is empty"):
+        encode(make(template), [TURNS[1], {"role": "assistant", "content": "", "tool_calls": []}])
+
+
+def test_of_two_reasonings_the_blank_one_is_not_seen(make):
+    reads = UNMARKED.replace("{% endfor", "{{ m.reasoning_content or '' }}{% endfor")
+    blank = [{**turn, "reasoning_content": "", "reasoning": "why"} for turn in ASK]
+    assert encode(make(reads), blank) == encode(make(reads), [{**turn, "reasoning": "why"} for turn in ASK])
+
+
 def test_what_is_trained_but_never_asked_for_is_counted(make):
     encoder = ChatEncoder(make(), ChatSchema())
     odd = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "\t\t4"}]  # "\n\t" is one token
@@ -396,6 +413,12 @@ ERRORS = [
         ("here", "tools", "does not render", "tokenizer.chat_template"),
     ),
 ]
+
+
+def test_texts_that_the_template_leaves_out_are_an_error_whatever_is_trained(make):
+    template = UNMARKED.replace("m['content']", "(m['content'] if m['content'] is not string else '')")
+    with pytest.raises(DataError, match="here: the chat template leaves out contents that are texts"):
+        encode(make(template), TURNS[1:], train_on="all")
 
 
 @pytest.mark.parametrize(("template", "row", "told"), ERRORS)
@@ -552,6 +575,16 @@ SHARED_SPACE = (
 
 
 @pytest.mark.parametrize(("template", "answer"), [(SPACED, "4<|im_end|>"), (SHARED_SPACE, "</think>4<|im_end|>")])
+def test_a_reference_mark_in_an_earlier_turn(make, template, answer):
+    """U+203B begins most footnotes in Japanese."""
+    tokenizer = make(template)
+    marked = [{**ASK[0], "content": "※ hi"}, *ASK[1:]]
+    assert rendered(tokenizer, marked)[-1][1] == rendered(tokenizer, ASK)[-1][1]
+    trained = [{**turn, "train": True} if turn["role"] == "user" else turn for turn in marked]
+    assert rendered(make(UNMARKED), trained)[-1][1][-2:] == ["※ hi<|im_end|>", "\n2+2?<|im_end|>"]
+
+
+@pytest.mark.parametrize(("template", "answer"), [(SPACED, "4<|im_end|>"), (SHARED_SPACE, "</think>4<|im_end|>")])
 def test_white_space_between_the_prompt_and_the_turn(make, template, answer):
     tokenizer = make(template)
     text, spans = rendered(tokenizer, ASK)[-1]
@@ -647,6 +680,17 @@ def test_reasoning_that_the_template_leaves_out_is_counted(make):
     for template, count in ((UNMARKED.replace("{% endfor", only_with_calls + "{% endfor"), 2), (THINKS, 0)):
         encoder = ChatEncoder(make(template), ChatSchema())
         turns = [{**turn, "reasoning": "why so"} if turn["role"] == "assistant" else turn for turn in ASK]
+        encoder.encode([conversation("here", {"messages": turns}, ChatSchema())])
+        assert encoder.counts["answers_without_their_reasoning"] == count
+
+
+@pytest.mark.parametrize("opening", ["<think>", "\n<think>\n", ""])
+def test_reasoning_in_the_content_that_the_template_leaves_out_is_counted(make, opening):
+    """As DeepSeek R1's template, whose generation prompt may write the opening."""
+    turns = [{**turn} for turn in ASK]
+    turns[1]["content"] = f"{opening}why so</think>4"
+    for template, count in ((UNMARKED.replace("m['content']", "m['content'].split('</think>')[-1]"), 1), (UNMARKED, 0)):
+        encoder = ChatEncoder(make(template), ChatSchema())
         encoder.encode([conversation("here", {"messages": turns}, ChatSchema())])
         assert encoder.counts["answers_without_their_reasoning"] == count
 

@@ -25,6 +25,8 @@ _TOOL_ROLES = {"observation": "tool", "tool_response": "tool", "function": "tool
 _OTHER_NAMES = {"bot": "assistant", "prompter": "user"}
 # Columns and keys that hold the system prompt: most, OpenOrca's and OpenRLHF's, Gemini's.
 SYSTEM = ("system", "system_prompt", "systemInstruction")
+# Names of a message's reasoning, in the order of transformers 5.23; a template gets it by the first two, as there.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 _MAY_BE_EMPTY = ("system", "developer", "tool")
 # Keys of a turn that say both sides: ms-swift's, and xtuner's, which may also have the system prompt.
 _EXCHANGES = (("human", "assistant"), ("input", "output"))
@@ -66,8 +68,10 @@ def _messages(place: str, at: str, value: Any) -> Iterator[tuple[dict[str, Any],
     """Yield (message, whether its role is that of calls) of an entry: one, or both sides of an exchange."""
     if not isinstance(value, dict):
         raise DataError(f'{place}: {at} is {shown(value)}, not a message; write {{"role": ..., "content": ...}}')
-    # Arrow gives each message all keys that any message of the file has.
-    message = {key: part for key, part in value.items() if part is not None}
+    # Arrow gives each message all keys that any message of the file has. Some templates write calls or reasoning in
+    # place of the content wherever their key is there, also if it is empty.
+    empty = {key for key in ("tool_calls", *REASONING) if value.get(key) == [] or not str(value.get(key)).strip()}
+    message = {key: part for key, part in value.items() if part is not None and key not in empty}
     for asks, answers in _EXCHANGES:
         if {asks, answers} <= message.keys() <= {asks, answers, "system"}:
             roles = {"system": message.get("system"), "user": message[asks], "assistant": message[answers]}
@@ -177,7 +181,7 @@ def _without_parts(place: str, at: str, message: dict[str, Any]) -> dict[str, An
         else:
             (texts if kind == "text" else thoughts).append(text)
     joined = {**message, "content": "".join(texts)}
-    if thoughts:
+    if "".join(thoughts).strip():
         joined["reasoning_content"] = "".join(thoughts)
     if calls:
         joined["tool_calls"] = calls
