@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 # Part of the cache key: raise it when the same texts give other tokens or other trained marks.
-_VERSION = 1
+_VERSION = 2
 
 
 class ConversationEncoder(Encoder):

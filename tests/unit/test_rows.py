@@ -192,12 +192,14 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("bad", [{"label": False}, {"kto_tag": "False"}])
+@pytest.mark.parametrize(
+    "bad", [{"label": False}, {"kto_tag": "False"}, {"label": 0}, {"label": "0"}, {"label": "FALSE"}]
+)
 def test_answers_that_unpaired_rows_call_bad_are_not_trained(tmp_path, bad):
-    (column,) = bad
+    ((column, value),) = bad.items()
     rows = [{"prompt": "a", "completion": "good", column: True}, {"prompt": "a", "completion": "worse", **bad}]
-    path = write(tmp_path, [*rows, {"prompt": "b", "completion": "none", column: 0}])
-    fix = rf"a.jsonl:2: '{column}' is false, .*data.bad_rows=drop .*data.ignore_columns=\[{column}\]"
+    path = write(tmp_path, [*rows, {"prompt": "b", "completion": "none", column: 2}])
+    fix = rf"a.jsonl:2: '{column}' is {value!r}, so .* bad one; .*data.bad_rows=drop .*data.ignore_columns=\[{column}\]"
     with pytest.raises(DataError, match=fix):
         load(tmp_path, path)
     for ignored, num_read in ([], 2), ([column], 3):

@@ -154,11 +154,11 @@ class ConversationSource(sources.TableSource):
 
     def read(self, place: str, row: dict) -> Conversation:
         for column in VERDICTS:
-            is_bad = row.get(column) is False or row.get(column) in ("false", "False")  # text in a csv file
+            is_bad = str(row.get(column)).lower() in ("false", "0")  # as for KTO, where a csv file has text
             if is_bad and column not in (*self.selection.ignore_columns, *self.columns_read(row)):
                 raise DataError(
-                    f"{place}: {column!r} is false, so the answer is a bad one; set data.bad_rows=drop to train on the "
-                    f"other rows alone, or data.ignore_columns=[{column}] to train on all"
+                    f"{place}: {column!r} is {row[column]!r}, so the answer is a bad one; set data.bad_rows=drop to "
+                    f"train on the other rows alone, or data.ignore_columns=[{column}] to train on all"
                 )
         return conversation(place, row, self.schema)
 
