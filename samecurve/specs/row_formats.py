@@ -50,6 +50,8 @@ _ASKED = "user: the instruction, and {} on the next line; assistant: {}"
 _PROMPTED = ("prompt",)  # the column that names the prompt by itself
 _TURNS = ("messages", "conversations", "conversation", "contents")
 _TOLD = (*_TURNS, "instruction", "query", "input_ids")  # columns that say more than a pair of texts
+_OF_TOKENS = ("labels", "attention_mask", "weights")
+_OF_TOKENS += ("completion_mask", "assistant_masks", "position_ids", "seq_lengths")  # TRL's, axolotl's
 _SHAREGPT = "turns `from`/`value` or `role`/`content`; `human`, `gpt`, `function_call`, `observation`"
 _LLAMA_FACTORY = "LLaMA-Factory"
 
@@ -155,8 +157,9 @@ FORMATS = (
         without=_TOLD,
     ),
     RowFormat(
-        *("tokens", CHAT, ("input_ids",), "tokens", ("labels", "attention_mask", "weights")),
-        meaning="the token ids; trained where a label is not -100; ids whose mask is 0 are left out; `weights`: "
+        *("tokens", CHAT, ("input_ids",), "tokens", _OF_TOKENS),
+        meaning="the token ids; trained where a label is not -100, `completion_mask` and `assistant_masks` are 1; ids "
+        "whose `attention_mask` is 0 are left out; several documents in a row are an error; `weights`: "
         "[Weights](data.md#weights)",
         origin="axolotl, transformers, TRL",
     ),

@@ -267,6 +267,11 @@ BAD_IDS = {
     "lengths": ({"labels": [1]}, "'input_ids' has 4 values, but 'labels' has 1"),
     "text": ({"input_ids": "1 2"}, "'input_ids' is '1 2', not a list of whole numbers"),
     "nothing trained": ({"labels": [1, -100, -100, -100]}, "no token would be trained"),
+    "documents by length": ({"seq_lengths": [2, 2]}, "'seq_lengths' .* several documents.*each as a row of its own"),
+    "documents by position": ({"position_ids": [0, 1, 0, 1]}, "'position_ids' .* several documents.*data.packing"),
+    "documents by mask": ({"attention_mask": [1, 1, 2, 2]}, "'attention_mask' .* several documents"),
+    "no mask": ({"completion_mask": [0, 1, -100, 0]}, "'completion_mask' has -100; write 0 or 1"),
+    "nothing of the labels": ({"assistant_masks": [1, 0, 0, 1]}, "no token would be trained"),
     "another tokenizer": ({"input_ids": [1, 2, 3000, 9], "labels": [-100, 2, 3000, -100]}, "3000, but the tokenizer's"),
 }
 
@@ -283,6 +288,26 @@ def test_tokenised_rows_are_taken_as_they_are(tmp_path):
         assert list(first.tokens) == [1, 2, 3] and len(second.tokens) > 1
     all_of_them = conversation("here", {"input_ids": [1, 2]}, ChatSchema(train_on="all"))
     assert all_of_them.trained == (True, True)
+
+
+@pytest.mark.parametrize("column", ["completion_mask", "assistant_masks"])
+def test_masks_of_tokenised_rows_are_those_of_trl(tmp_path, column):
+    """TRL trains where all of a row's masks are 1, within the labels if there are any."""
+    ids = {"input_ids": [1, 2, 3, 9]}
+    for train_on in ("assistant", "all"):
+        read = conversation("here", {**ids, column: [0, 0, 1, 1]}, ChatSchema(train_on=train_on))
+        assert read.tokens == (1, 2, 3, 9) and read.trained == (False, False, True, True)
+    assert conversation("here", {**IDS, column: [1, 0, 1, 1]}, ChatSchema()).trained == (False, False, True)
+    both = {**ids, "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 0, 1, 0]}
+    assert conversation("here", both, ChatSchema()).trained == (False, False, True, False)
+    train = load(tmp_path, write(tmp_path, [{**ids, column: [0, 0, 1, 1]}] * 2))
+    assert train.describe()["rows"] == f"tokens: input_ids, {column}"
+
+
+def test_a_tokenised_row_of_one_document_may_say_so():
+    plain = conversation("here", IDS, ChatSchema())
+    told = {**IDS, "position_ids": [0, 1, 2, 0], "seq_lengths": [3]}  # the last token is padding
+    assert str(conversation("here", told, ChatSchema())) == str(plain)
 
 
 @pytest.mark.parametrize("name", BAD_IDS)

@@ -13,17 +13,16 @@ from samecurve.data.columns import Columns
 from samecurve.data.formats import no_column
 from samecurve.data.row_checks import nearest
 from samecurve.data.schemas.messages import (
-    A_WEIGHT,
     Turns,
     check_text,
     from_json,
-    is_weight,
     messages_of,
     shown,
     tools_of,
     turns,
     with_system,
 )
+from samecurve.data.schemas.token_rows import token_row
 from samecurve.errors import DataError
 from samecurve.specs.row_formats import CHAT, SHARED, TOOLS, RowFormat, choice, fitting, formats_of, named
 
@@ -200,7 +199,7 @@ def conversation(place: str, row: dict, schema: ChatSchema) -> Conversation:
     if schema.format is None and chosen.name and len(fit := fitting(row, CHAT)) > 1:
         raise DataError(f"{place}: {choice(fit)}")
     if chosen.reader == "tokens":
-        return _tokens(place, row, schema)
+        return Conversation(place, (), **token_row(place, row, schema.train_on, schema.weighted)._asdict())
     if chosen.reader == "segments":
         return _segments(place, chosen.columns[0], row, schema)
     prompt, answer = _read(place, row, chosen, schema)
@@ -294,41 +293,6 @@ _STANFORD = (
 )
 
 
-def _tokens(place: str, row: dict, schema: ChatSchema) -> Conversation:
-    """Read a row that is tokenised already."""
-    values: dict[str, list[int]] = {}
-    for column in ("input_ids", "labels", "attention_mask"):
-        value = row.get(column)
-        if value is None and column != "input_ids":
-            continue
-        if not isinstance(value, list) or not all(type(number) is int for number in value):
-            raise DataError(f"{place}: {column!r} is {shown(value)}, not a list of whole numbers; correct it")
-        values[column] = value
-        if len(value) != (length := len(values["input_ids"])):
-            raise DataError(f"{place}: 'input_ids' has {length} values, but {column!r} has {len(value)}; correct it")
-    if "labels" not in values and schema.train_on != "all":
-        raise DataError(
-            f"{place}: there are 'input_ids' and no 'labels', which say what is trained; add them, or set "
-            "data.train_on=all to train all"
-        )
-    ids = values["input_ids"]
-    labels, mask = values.get("labels", ids), values.get("attention_mask", [1] * len(ids))
-    wrong = next((nth for nth, label in enumerate(labels) if label not in (ids[nth], -100)), None)
-    if wrong is not None:
-        raise DataError(
-            f"{place}: labels[{wrong}] is {labels[wrong]}, but input_ids[{wrong}] is {ids[wrong]}; write the same id "
-            "where a token is trained and -100 elsewhere (labels are not shifted)"
-        )
-    weights = _token_weights(place, row, len(ids), schema)
-    tokens = tuple(token for token, inside in zip(ids, mask, strict=True) if inside)
-    weights = tuple(weight for weight, inside in zip(weights, mask, strict=True) if inside)
-    labels = (label for label, inside in zip(labels, mask, strict=True) if inside)
-    trained = tuple(label != -100 and weight > 0 for label, weight in zip(labels, weights, strict=True))
-    if not any(trained[1:]):
-        raise DataError(f"{place}: no label after the first is a token, so no token would be trained; remove the row")
-    return Conversation(place, (), tokens=tokens, trained=trained, weights=weights if "weights" in row else ())
-
-
 def _segments(place: str, column: str, row: dict, schema: ChatSchema) -> Conversation:
     """Read a list of {"text": ..., "label": whether it is trained}, as axolotl does (input_output.py)."""
     listed = row[column] if isinstance(row[column], list) else []
@@ -344,21 +308,6 @@ def _segments(place: str, column: str, row: dict, schema: ChatSchema) -> Convers
     if not any(segment["text"] for segment, is_trained in zip(listed, trained, strict=True) if is_trained):
         raise DataError(f"{place}: {column!r} has no text whose label is true, so no token would be trained")
     return Conversation(place, (), trained=trained, segments=tuple(segment["text"] for segment in listed))
-
-
-def _token_weights(place: str, row: dict, length: int, schema: ChatSchema) -> list[float]:
-    """Return the weights of a row's tokens, 1 without a column of them."""
-    weights = row.get("weights")
-    if weights is None:
-        return [1.0] * length
-    if not schema.weighted:
-        raise DataError(f"{place}: 'weights' are there, but data.token_weights is false; set it to true (task sft)")
-    wrong = [value for value in weights if not is_weight(value)] if isinstance(weights, list) else [weights]
-    if wrong:
-        raise DataError(f"{place}: 'weights' has {shown(wrong[0])}; write a list of numbers, each {A_WEIGHT}")
-    if len(weights) != length:
-        raise DataError(f"{place}: 'input_ids' has {length} values, but 'weights' has {len(weights)}; correct it")
-    return weights
 
 
 def template_kwargs(place: str, row: dict) -> dict[str, Any] | None:
