@@ -8,12 +8,14 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samecurve.data.opening import CONVERT, LONGEST_ROW, lines_of, marked_encoding, too_long, unreadable
 from samecurve.errors import DataError
 from samecurve.specs.data_names import COMPRESSED, table_kind
+from samecurve.specs.row_formats import CHAT, MATCHES, PAIRS, fitting
 from samecurve.storage.checksums import POINTER_BYTES, pointer_problem
 
 if TYPE_CHECKING:
@@ -145,12 +147,17 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict | DataError]]:
 
 
 def _list_in_object(file: Path, first: bytes) -> tuple[list | None, str]:
-    """Return (rows, the name of their list) of a file that is one object over several lines; (None, "") for others.
+    """Return (rows, the name of their list) of a file that is one object; (None, "") for JSON lines.
 
-    Raises DataError for such an object without a list of rows, or with several lists.
+    An object on a single line may be a row itself, which is read as such if its columns say so.
+
+    Raises DataError for one over several lines without a list of rows, or with several lists.
     """
+    is_line = False
     with contextlib.suppress(ValueError, RecursionError):
         json.loads(first.removeprefix(_BOM))
+        is_line = True
+    if is_line and len(list(islice(filter(bytes.strip, lines_of(file)), 2))) > 1:
         return None, ""
     try:
         whole = json.loads(b"".join(lines_of(file)).removeprefix(_BOM))
@@ -160,8 +167,11 @@ def _list_in_object(file: Path, first: bytes) -> tuple[list | None, str]:
         return None, ""
     lists = {key: value for key, value in whole.items() if isinstance(value, list) and value}
     rows = [k for k, v in lists.items() if all(isinstance(e, dict) and not {"role", "from"} & e.keys() for e in v)]
-    if rows and len(lists) == 1:
+    is_row = is_line and ("text" in whole or any(fitting(whole, tasks) for tasks in (CHAT, PAIRS, MATCHES)))
+    if rows and len(lists) == 1 and not is_row:
         return lists[rows[0]], f"{rows[0]} "
+    if is_line:
+        return None, ""
     fix = f"keep one of the lists, such as {rows[0]!r}" if rows else "put the object between [ and ] if it is one row"
     raise DataError(
         f"{file}: the file is one JSON object (keys {', '.join(map(repr, whole))}) over several lines, not a list of "

@@ -648,6 +648,25 @@ def test_the_list_in_one_object_is_the_rows(tmp_path):
         documents_of(tmp_path / "a.json")
 
 
+def test_the_list_in_one_object_on_one_line_is_the_rows(tmp_path):
+    path = tmp_path / "a.json"
+    for end in ("", "\n", "\n\n"):
+        path.write_text(json.dumps({"version": 1, "data": NUMBERED}) + end)
+        assert documents_of(path) == [row["text"] for row in NUMBERED]
+    rows = (
+        {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]},
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"segments": [{"label": True, "text": "a"}]},
+        {"text": "a", "entities": [{"start": 0}]},
+        {"train": NUMBERED, "test": NUMBERED},
+    )
+    for row in rows:
+        path.write_text(json.dumps(row))
+        assert list(formats.read_rows(path)) == [(f"{path}:1", row)]
+    path.write_text(json.dumps({"data": NUMBERED}) + "\n" + json.dumps({"data": NUMBERED}))
+    assert [place for place, _ in formats.read_rows(path)] == [f"{path}:1", f"{path}:2"]
+
+
 def test_the_first_rows_alone_are_read(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in NUMBERED) + "broken")
