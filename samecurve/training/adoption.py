@@ -109,7 +109,7 @@ def differences(adopted: ForeignCheckpoint, recipe: Recipe) -> list[str]:
     lines, settings = [], adopted.settings
     for key, name in (("betas", "betas"), ("epsilon", "eps"), ("weight_decay", "weight_decay")):
         value, own = settings.get(name), getattr(recipe.optimizer, key)
-        if value is not None and value != own and list(value if key == "betas" else ()) != list(own):
+        if value is not None and (tuple(value) if key == "betas" else value) != own:
             shown = str(list(value) if key == "betas" else value).replace(" ", "")
             lines.append(f"optimizer.{key}: {own} in the recipe; the checkpoint has optimizer.{key}={shown}")
     if settings.get("undecayed") == 0 and settings.get("weight_decay"):

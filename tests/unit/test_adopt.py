@@ -267,9 +267,13 @@ def test_missing_moments_and_other_settings_are_said(here, made, tmp_path, capsy
     folder = tmp_path / "checkpoint-10"
     shutil.copytree(made("trainer") / "out" / "checkpoint-10", folder)
     out = f"output_dir={tmp_path / 'run'}"
-    here.adopt(folder, out, "optimizer.betas=[0.9,0.95]", "schedule.delay_steps=0")
+    changed = ("optimizer.betas=[0.9,0.95]", "optimizer.weight_decay=0.5", "optimizer.epsilon=1e-6")
+    here.adopt(folder, out, *changed, "schedule.delay_steps=0")
     printed = capsys.readouterr().out
     assert "optimizer.betas: (0.9, 0.95) in the recipe; the checkpoint has optimizer.betas=[0.9,0.999]" in printed
+    decay = foreign_loop.DECAY
+    assert f"optimizer.weight_decay: 0.5 in the recipe; the checkpoint has optimizer.weight_decay={decay}" in printed
+    assert "optimizer.epsilon: 1e-06 in the recipe; the checkpoint has optimizer.epsilon=1e-08" in printed
     assert "learning rate of the next step: 0.0018 by the recipe, 0.002 in the checkpoint" in printed
     (folder / "optimizer.pt").unlink()
     here.adopt(folder, f"output_dir={tmp_path / 'other'}")
