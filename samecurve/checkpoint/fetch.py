@@ -126,8 +126,9 @@ def fetch_newest(store: ObjectStore, run: Path, log: Callable[[str], None]) -> P
         StorageError: the store does not answer.
     """
     files, directory = LocalFileSystem(), run / FOLDER
-    good = [path for path in list_checkpoints(files, directory) if not check_files(files, path, small_only=True)]
-    newest = step_of(good[0]) if good else -1
+    # hashed in full, because the store may have what is damaged here
+    good = next((path for path in list_checkpoints(files, directory) if not check_files(files, path)), None)
+    newest = step_of(good) if good else -1
     rejected = []
     for name in committed(store):
         if step_of(Path(name)) <= newest:

@@ -281,6 +281,17 @@ def test_a_marker_that_a_killed_session_left_damaged_stops_nobody(url, tmp_path)
     assert marker.rpartition("/")[2] not in store_at(url).folders(f"checkpoints/{folder_name(20)}")
 
 
+def test_a_damaged_local_checkpoint_is_fetched_again(url, tmp_path):
+    """The damage is in a rank's file, whose size stayed."""
+    run = new_run(tmp_path / "run", 10, 20)
+    mirror_of(url, run).catch_up()
+    file = run / "checkpoints" / folder_name(20) / "rank_00000.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert fetch_newest(store_at(url), run, print) == file.parent
+    assert file.read_bytes() == good
+
+
 def test_a_newer_local_checkpoint_is_kept(url, tmp_path):
     run = new_run(tmp_path / "run", 10)
     mirror_of(url, run).catch_up()
