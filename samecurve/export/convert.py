@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -78,11 +78,10 @@ def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -
     print(rounding, end="\n" if rounding else "")
 
 
-def copy_as(source: Path, target: Path, dtype: torch.dtype, exact: Container[str] = ()) -> Rounding:
+def copy_as(source: Path, target: Path, dtype: torch.dtype) -> Rounding:
     """Copy a model folder with its weights in another dtype. Returns what that changes.
 
-    Args:
-        exact: names of tensors that stay as they are, beside those of integers.
+    Integers and the files of UNCHANGED stay as they are.
 
     Raises:
         NumericError: a value is out of the dtype's range.
@@ -99,7 +98,7 @@ def copy_as(source: Path, target: Path, dtype: torch.dtype, exact: Container[str
     target.mkdir(parents=True)
     rounding = Rounding()
     for path in source.iterdir():
-        _copy(path, target / path.name, dtype, rounding, exact)
+        _copy(path, target / path.name, dtype, rounding)
     return rounding
 
 
@@ -111,7 +110,7 @@ def check_links(folder: Path) -> None:
             raise CheckpointError(f"{path}: a link to {path.resolve()}, which is outside of {folder}; remove it")
 
 
-def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding, exact: Container[str]) -> None:
+def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding) -> None:
     if source.is_dir():
         shutil.copytree(source, target)
     elif source.name.startswith(UNCHANGED):
@@ -119,7 +118,7 @@ def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding, ex
     elif source.suffix == ".safetensors":
         stored = header(source)
         tensors = read(stored, stored)
-        cast = {name: one for name, one in tensors.items() if name not in exact and one.is_floating_point()}
+        cast = {name: one for name, one in tensors.items() if one.is_floating_point()}
         problems = [str(problem) for name, tensor in cast.items() if (problem := out_of_range(name, tensor, dtype))]
         if problems:
             raise NumericError("\n".join([f"{source}: not exported", *(f"  {problem}" for problem in problems)]))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -15,11 +18,13 @@ from samecurve.errors import NumericError
 from samecurve.export.convert import check_links, copy_as
 from samecurve.export.hf_export import put_in_place, settle_config, write_generation_config
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
-from samecurve.export.weight_shards import Shard, name_shards, write_kept
+from samecurve.export.weight_shards import METADATA, UNCHANGED, Shard, name_shards, write_kept
 from samecurve.inference import folders, loading
 from samecurve.models.packaged import PROCESSOR_FILES
 from samecurve.models.pretrained import Pretrained, constants
-from samecurve.models.weight_files import weight_files
+from samecurve.models.skeleton import construct
+from samecurve.models.weight_conversion import Storage
+from samecurve.models.weight_files import Stored, weight_files
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import storage_errors
 
@@ -40,11 +45,10 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
     partial, cast = (output.with_name(f"{output.name}.{name}") for name in ("partial", "cast"))
     rounding = ""
     try:
-        text, exact = _merge(folder, base, partial, arguments.trust_remote_code)
-        print(text)
+        print(_merge(folder, base, partial, arguments.trust_remote_code))
         if arguments.dtype != "fp32":  # after the check, which needs fp32
             with storage_errors(cast):
-                rounding = copy_as(partial, cast, getattr(torch, dtype), exact).text(arguments.dtype)
+                rounding = copy_as(partial, cast, getattr(torch, dtype)).text(arguments.dtype)
                 shutil.rmtree(partial)
                 cast.rename(partial)
             print(f"{rounding}, which the check above does not include" if rounding else "no weight was rounded")
@@ -59,11 +63,8 @@ def run(arguments: argparse.Namespace, folder: Path, base: str, output: Path) ->
     return 0
 
 
-def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> tuple[str, set[str]]:
-    """Merge, read the result back and compare its logits.
-
-    Returns:
-        A sentence that states the differences, and the names of what no training changes, such as a router's bias.
+def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> str:
+    """Merge, read the result back and compare its logits. Returns a sentence that states the differences.
 
     Raises NumericError if the logits differ from those of the unmerged model by more than TOLERANCE times the largest.
     """
@@ -80,19 +81,13 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> tu
     base_logits, expected = _without_matrices(adapted, rows), _logits(adapted, rows)
     # safe_merge refuses weights that are not finite.
     merged = adapted.merge_and_unload(safe_merge=True)
-    kept, exact = Pretrained(merged, merged, base).kept("keep"), constants(merged)
+    kept = Pretrained(merged, merged, base).kept("keep")
     settle_config(merged, merged.config, tokenizer, kept)
     generation = merged.generation_config if merged.can_generate() else None
     if generation is not None:
         merged.generation_config = GenerationConfig()  # save_pretrained refuses what some base models have
     with storage_errors(output):
-        merged.save_pretrained(output)
-        if kept:  # the base model's tensors that its class does not have
-            files: dict[Path, list[str]] = {}
-            for name, stored in weight_files(str(output)).items():
-                files.setdefault(stored.file, []).append(name)
-            written = [Shard(path, "model", names) for path, names in sorted(files.items())]
-            name_shards([*written, *write_kept(output, kept)])
+        _save(merged, output, kept)
         if generation is not None:
             write_generation_config(generation, tokenizer, output)
         # Copy the tokenizer and the task's own files from the adapter's folder. Raises as `check_links`.
@@ -114,7 +109,28 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> tu
     )
     if not difference <= limit:
         raise NumericError(f"the merged model differs from the adapted one and was deleted: {text}")
-    return text, exact
+    return text
+
+
+def _save(model: PreTrainedModel, output: Path, kept: Mapping[str, Stored]) -> None:
+    """Write a model. What no training changes, as a router's bias, and `kept` get files that no conversion rounds."""
+    # a new model's: the merged one trains nothing, as it was loaded for inference
+    names = constants(construct(type(model), copy.deepcopy(model.config), torch.device("meta")))
+    trained, unchanged = model.state_dict(), {}
+    for name in names:
+        unchanged[name] = trained.pop(name).clone()
+    model.save_pretrained(output, state_dict=trained)
+    if not unchanged and not kept:
+        return
+    files: dict[Path, list[str]] = {}
+    for name, stored in weight_files(str(output)).items():
+        files.setdefault(stored.file, []).append(name)
+    shards = [Shard(path, "model", names) for path, names in sorted(files.items())]
+    if unchanged:
+        path, converted = output / "constants.safetensors", Storage(model).convert(unchanged)
+        save_file(converted, path, metadata=METADATA)
+        shards.append(Shard(path, UNCHANGED, [*converted]))
+    name_shards([*shards, *write_kept(output, kept)])
 
 
 def _logits(model: PreTrainedModel, rows: Tensor) -> Tensor:

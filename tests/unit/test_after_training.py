@@ -8,14 +8,19 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_constants import change
 from test_lora_model import adapted_recipe, filled, folders, moved, write
 from test_model_card import facts
+from tiny_families import round_trip_config
+from transformers import AutoModelForCausalLM
 
 from samecurve.cli import commands as cli
 from samecurve.cli import summary
 from samecurve.config.inheritance import latest_overrides
 from samecurve.config.schema import Recipe
 from samecurve.inference import generation
+from samecurve.models.pretrained import constants
+from samecurve.models.weight_files import read, weight_files
 
 __all__ = ["folders"]
 
@@ -44,6 +49,31 @@ def test_merge_and_export_in_the_dtype_asked_for(adapted, capsys):
     assert by_merge.keys() == by_export.keys() and len(by_merge) > 10
     for name, tensor in by_merge.items():
         assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, by_export[name])
+
+
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "minimax_m2"])
+def test_no_merge_rounds_a_routers_bias(family, tmp_path):
+    """Its name in the files is not the model's; ernie4_5_moe has it in a parameter, minimax_m2 in a buffer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(round_trip_config(family), dtype=torch.float32)
+    change(model)
+    model.save_pretrained(tmp_path / "base")
+    biases = {name for name in weight_files(str(tmp_path / "base")) if "correction_bias" in name}
+    assert biases and not biases & constants(model)
+    recipe = {"task": "sft", "model": {"path": str(tmp_path / "base")}, "adapter": {"name": "lora"}}
+    run = tmp_path / "run"
+    written_run(run, recipe=recipe)
+    write(moved(filled(adapted_recipe(tmp_path / "base", target_modules=["q_proj"]))), run / "model")
+    assert cli.main(["merge", str(run)]) == 0
+    assert cli.main(["merge", str(run), "--dtype", "bf16"]) == 0
+    assert cli.main(["export", str(run / "merged"), "--dtype", "bf16", "--output", str(run / "again")]) == 0
+    expected = weight_files(str(tmp_path / "base"))
+    for folder, dtype in (("merged", "F32"), ("merged-bf16", "BF16"), ("again", "BF16")):
+        stored = weight_files(str(run / folder))
+        assert stored.keys() == expected.keys()
+        assert {entry.dtype for name, entry in stored.items() if name not in biases} == {dtype}
+        for name in biases:
+            assert torch.equal(read(stored, [name])[name], read(expected, [name])[name]), folder
 
 
 def test_an_adapter_without_its_base_says_what_is_gone(adapted, capsys):

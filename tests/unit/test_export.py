@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from samecurve.errors import CheckpointError, NumericError, StorageError
 from samecurve.export.convert import copy_as
 from samecurve.export.hf_export import ExportTarget, export
+from samecurve.export.weight_shards import UNCHANGED, Shard, name_shards
 from samecurve.models.weight_files import header, read, weight_files
 
 LLAMA = {
@@ -286,9 +287,15 @@ def test_kept_tensors_and_constants_are_bit_for_bit(tmp_path):
 def test_what_is_no_weight_is_not_rounded(tmp_path):
     (tmp_path / "in").mkdir()
     tensors = {"weight": torch.tensor([0.1234567]), "bias": torch.tensor([0.1234567]), "count": torch.tensor([70000])}
-    save_file(tensors, tmp_path / "in" / "model.safetensors")
-    copy_as(tmp_path / "in", tmp_path / "out", torch.bfloat16, exact={"bias"})
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    shards = [
+        Shard(tmp_path / "in" / "0", "model", ["weight", "count"]),
+        Shard(tmp_path / "in" / "1", UNCHANGED, ["bias"]),
+    ]
+    for path, _, names in shards:
+        save_file({name: tensors[name] for name in names}, path)
+    name_shards(shards)
+    copy_as(tmp_path / "in", tmp_path / "out", torch.bfloat16)
+    found = read(weight_files(str(tmp_path / "out")), tensors)
     assert found["weight"].dtype == torch.bfloat16
     assert torch.equal(found["bias"], tensors["bias"]) and torch.equal(found["count"], tensors["count"])
 
