@@ -16,10 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import GENERATION_CONFIG_NAME
 
-from samecurve.data.chat_encoder import end_tokens
 from samecurve.errors import CheckpointError, ConfigurationError, NumericError, SamecurveError, StorageError
+from samecurve.export.config_files import save_tokenizer, settle_config, write_generation_config
 from samecurve.export.model_card import ADAPTED_CONFIG
 from samecurve.export.weight_shards import METADATA, SHARD_BYTES, UNCHANGED, Shard, name_shards, write_kept
 from samecurve.interfaces.engine import dtype_name
@@ -37,16 +36,7 @@ from samecurve.storage.fault_points import fault_point
 from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-# Config keys of several families for the number of layers that predict further tokens.
-FURTHER_TOKENS = (
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-    "mtp_num_hidden_layers",
-    "mtp_num_layers",
-    "num_mtp_modules",
-)
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ def export(
         writer.finish(kept or {})
         with storage_errors(folder):
             layout.write_config(skeleton, folder, target)
-            target.tokenizer.save_pretrained(folder)
+            save_tokenizer(target.tokenizer, folder)
             target.card(folder)
             target.save_task_files(folder, skeleton.config)
             target.check(folder)
@@ -339,47 +329,6 @@ def _write_config(skeleton: PreTrainedModel, directory: Path, target: ExportTarg
         # transformers annotates `config` as a dict, but passes its own configs.
         custom_object_save(skeleton, directory, config=config)  # pyright: ignore[reportArgumentType]  # see above
     config.save_pretrained(directory)
-
-
-def settle_config(
-    model: PreTrainedModel,
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    kept: Iterable[str] = (),
-) -> None:
-    """Make a config say what the export holds.
-
-    The end of text is the tokenizer's, as transformers' Trainer sets it (align_special_tokens). Layers that predict
-    further tokens are only claimed if the model or the `kept` tensors have them: servers would look for their weights.
-    """
-    beyond = f".layers.{getattr(config, 'num_hidden_layers', '')}."
-    names = (*kept, *(name for name, _ in model.named_parameters()))
-    if not any("mtp" in name or beyond in name for name in names):
-        for key in FURTHER_TOKENS:
-            if getattr(config, key, None):
-                setattr(config, key, 0)
-    if not model.can_generate():
-        return
-    stored, end = getattr(config, "eos_token_id", None), tokenizer.eos_token_id
-    if isinstance(stored, list) and end is not None and end not in stored:
-        config.eos_token_id = [end, *stored]
-    elif not isinstance(stored, list) and end is not None:
-        config.eos_token_id = end
-
-
-def write_generation_config(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write generation_config.json: `generation`, which also stops at the tokenizer's end of text and of a turn.
-
-    Everything else is kept as it is, even what save_pretrained refuses, such as a temperature without do_sample.
-    """
-    written = copy.deepcopy(generation)
-    ends = end_tokens(tokenizer, written.eos_token_id)
-    written.eos_token_id = ends[0] if len(ends) == 1 else ends or None
-    written._from_model_config = False  # transformers may make such a one anew from config.json
-    if written.use_cache is False:  # made from the config of the training, which has no cache
-        written.use_cache = True
-    directory.mkdir(parents=True, exist_ok=True)
-    written.to_json_file(directory / GENERATION_CONFIG_NAME)
 
 
 def put_in_place(partial: Path, directory: Path, busy: Callable[[], None] = lambda: None) -> None:

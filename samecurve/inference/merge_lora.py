@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from samecurve.errors import NumericError
+from samecurve.export.config_files import settle_config, write_generation_config
 from samecurve.export.convert import check_links, copy_as
-from samecurve.export.hf_export import put_in_place, settle_config, write_generation_config
+from samecurve.export.hf_export import put_in_place
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
 from samecurve.export.weight_shards import METADATA, UNCHANGED, Shard, name_shards, write_kept
 from samecurve.inference import folders, loading

@@ -104,7 +104,7 @@ def weight_files(path: str, revision: str | None = None) -> dict[str, Stored]:
 
         try:
             # without the same weights in other formats: consolidated.safetensors, .bin, .gguf
-            patterns = ["model*.safetensors", "*.json"]
+            patterns = ["model*.safetensors", "*.json", "*.model"]
             folder = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
         except Exception as error:  # huggingface_hub, its HTTP library and the file system raise different types
             text = " ".join(str(error).split())

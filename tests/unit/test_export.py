@@ -284,6 +284,19 @@ def test_kept_tensors_and_constants_are_bit_for_bit(tmp_path):
         export(iter(weights(trained).items()), trained_and_skeleton("llama_tied")[1], clash, True)
 
 
+def test_sentencepieces_file_is_copied_unless_tokens_were_added(tmp_path):
+    """llama.cpp's converter reads tokenizer.model for Gemma and Phi-3."""
+    tokenizer().save_pretrained(tmp_path / "start")
+    (tmp_path / "start" / "tokenizer.model").write_bytes(b"pieces")
+    trained, skeleton = trained_and_skeleton("llama_tied")
+    for name, tokens in (("same", []), ("grown", ["<new>"])):
+        own = PreTrainedTokenizerFast.from_pretrained(tmp_path / "start")
+        own.add_tokens(tokens)
+        export(iter(weights(trained).items()), skeleton, ExportTarget(tmp_path / name, own), True)
+    assert (tmp_path / "same" / "tokenizer.model").read_bytes() == b"pieces"
+    assert not (tmp_path / "grown" / "tokenizer.model").exists()
+
+
 def test_what_is_no_weight_is_not_rounded(tmp_path):
     (tmp_path / "in").mkdir()
     tensors = {"weight": torch.tensor([0.1234567]), "bias": torch.tensor([0.1234567]), "count": torch.tensor([70000])}
