@@ -75,11 +75,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     The file is that of the tokenizer's folder, here or in the hub's cache, if the tokenizer there has the same tokens.
     """
     tokenizer.save_pretrained(directory)
-    name, names = tokenizer.name_or_path, ("tokenizer.json", "tokenizer.model")
-    files = [
-        Path(try_to_load_from_cache(name, file) or "") if is_hub_name(name) else Path(name, file) for file in names
-    ]
-    if not name or not all(map(Path.is_file, files)):
+    name, files = tokenizer.name_or_path, ("tokenizer.json", "tokenizer.model")
+    cached = is_hub_name(name)
+    paths = [Path(try_to_load_from_cache(name, file) or "") if cached else Path(name, file) for file in files]
+    if not name or not all(map(Path.is_file, paths)):
         return
-    if Tokenizer.from_file(str(files[0])).get_vocab() == tokenizer.get_vocab():
-        shutil.copyfile(files[1], directory / files[1].name)
+    if Tokenizer.from_file(str(paths[0])).get_vocab() == tokenizer.get_vocab():
+        shutil.copyfile(paths[1], directory / paths[1].name)

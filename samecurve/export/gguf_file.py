@@ -202,15 +202,13 @@ def _head_dim(config: PreTrainedConfig) -> int:
 
 def _add_config(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> dict[str, np.ndarray]:
     """Add the model's sizes and its rotary embedding. Returns tensors to write beside the weights, fp32, by name."""
-    window, length = getattr(config, "sliding_window", None) or 0, config.max_position_embeddings
-    if config.model_type == "mistral" and window:  # llama.cpp computes full attention, equal up to the window
-        length = min(length, window)
-    elif config.model_type in ("gemma2", "gemma3_text"):
+    window = getattr(config, "sliding_window", None) or 0
+    if config.model_type in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(window)
     elif config.model_type == "phi3":
         writer.add_sliding_window(window)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-    writer.add_context_length(length)
+    writer.add_context_length(gguf_tokenizer.context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)

@@ -19,7 +19,7 @@ from samecurve.errors import ConfigurationError, NumericError
 from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 # Texts with digits, cases, accents, contractions, code and white space, on which splits of text differ.
@@ -58,7 +58,10 @@ def token_table(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[Toke
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None, f"tokenizer: {type(tokenizer).__name__} has no tokenizer.json, from which its splits are known"
     description = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, num_tokens = description["model"], max(tokenizer.get_vocab().values()) + 1
+    # an added token may have no row: Gemma 3's tokenizer has one for images, which its text models never meet
+    added = tokenizer.added_tokens_decoder
+    with_row = (index for index in tokenizer.get_vocab().values() if index < num_rows or index not in added)
+    model, num_tokens = description["model"], max(with_row) + 1
     if model["type"] != "BPE":
         return None, f"tokenizer: found {model['type']}; BPE is known"
     if num_tokens > num_rows:
@@ -150,7 +153,7 @@ def add_to(writer: gguf.GGUFWriter, table: TokenTable, tokenizer: PreTrainedToke
     else:
         writer.add_token_merges(table.merges)
     for kind in ("bos", "eos", "unk", "pad"):
-        if (index := getattr(tokenizer, f"{kind}_token_id")) is not None:
+        if (index := getattr(tokenizer, f"{kind}_token_id")) is not None and index < len(table.tokens):
             getattr(writer, f"add_{kind}_token_id")(index)
     ends = [index for index in stops(tokenizer, source) if index != tokenizer.eos_token_id]
     for kind, index in zip(("eot", "eom"), ends, strict=False):
@@ -185,7 +188,7 @@ def check(file: Path, tokenizer: PreTrainedTokenizerBase, table: TokenTable) -> 
     theirs.model.ignore_merges = table.ignore_merges  # llama.cpp knows this by `pre`, transformers 5.23 does not
     if table.model == "llama" or table.pre == "smollm":  # nor these splits, nor the space before a text
         theirs.normalizer, theirs.pre_tokenizer = ours.normalizer, ours.pre_tokenizer
-    probes = [*PROBES, *(f"a{token}b" for token in tokenizer.all_special_tokens)]
+    probes = [*PROBES, *(f"a{token}b" for token in tokenizer.all_special_tokens if token in table.tokens)]
     for text in probes:
         expected, read_back = (one.encode(text, add_special_tokens=False) for one in (tokenizer, other))
         if expected != read_back:
@@ -206,7 +209,15 @@ def modelfile(file: str, source: Path) -> str:
         lines.append(f'TEMPLATE """{template}"""')
     for token in tokenizer.convert_ids_to_tokens(stops(tokenizer, source)):
         lines.append(f"PARAMETER stop {json.dumps(token, ensure_ascii=False)}")
-    return "\n".join([*lines, f"PARAMETER num_ctx {min(config.max_position_embeddings, _NUM_CTX)}", ""])
+    return "\n".join([*lines, f"PARAMETER num_ctx {min(context_length(config), _NUM_CTX)}", ""])
+
+
+def context_length(config: PreTrainedConfig) -> int:
+    """Return the number of positions at which llama.cpp computes what the model does."""
+    length, window = config.max_position_embeddings, getattr(config, "sliding_window", None)
+    if config.model_type in ("mistral", "phi3") and window:  # llama.cpp computes full attention, equal up to the window
+        return min(length, window)
+    return length
 
 
 def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

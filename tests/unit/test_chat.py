@@ -25,7 +25,7 @@ from samecurve.data.schemas.messages import REASONING
 from samecurve.data.schemas.preference import PairEncoder, PairSchema, pair
 from samecurve.data.tokenizer import CHAT_TEMPLATE
 from samecurve.errors import ConfigurationError, DataError
-from samecurve.export.hf_export import write_generation_config
+from samecurve.export.config_files import write_generation_config
 from samecurve.inference.generator import TextGenerator
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"]

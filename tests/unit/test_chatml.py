@@ -25,7 +25,8 @@ from samecurve.cli import commands
 from samecurve.config.schema import Recipe
 from samecurve.data.tokenizer import apply_chatml
 from samecurve.errors import DataError
-from samecurve.export.hf_export import ExportTarget, export, write_generation_config
+from samecurve.export.config_files import write_generation_config
+from samecurve.export.hf_export import ExportTarget, export
 from samecurve.interfaces.task import Task
 from samecurve.models.lora import trained_shapes
 from samecurve.models.skeleton import build_skeleton

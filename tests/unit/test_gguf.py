@@ -121,6 +121,31 @@ def test_transformers_reads_the_same_model(case, tmp_path):
         torch.testing.assert_close(logits(tmp_path, gguf_file="x.gguf"), logits(source), rtol=1e-5, atol=1e-4)
 
 
+def test_added_tokens_without_a_row_are_left_out(tmp_path):
+    """Gemma 3 1B's tokenizer has the token of an image, for which its embedding has no row."""
+    source = model_folder("gemma3", tmp_path / "model", vocab_size=500)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    assert len(tokenizer) == 500
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(source)
+    gguf_file.write_gguf(source, tmp_path / "x.gguf", "fp32", "x")
+    tokens = GGUFReader(tmp_path / "x.gguf").fields["tokenizer.ggml.tokens"].contents()
+    assert len(tokens) == 500 and "<image>" not in tokens
+    table, problem = gguf_tokenizer.token_table(tokenizer, 499)
+    assert table is None and problem == "tokenizer: found 500 tokens, but the embedding has 499 rows"
+
+
+@pytest.mark.parametrize("case", ["mistral", "phi3"])
+def test_the_context_ends_at_a_window_that_the_file_cannot_state(case, tmp_path):
+    """llama.cpp computes full attention for these families."""
+    source = model_folder(case, tmp_path / "model", sliding_window=64)
+    gguf_file.write_gguf(source, tmp_path / "x.gguf", "fp32", "x")
+    fields = GGUFReader(tmp_path / "x.gguf").fields
+    arch = fields["general.architecture"].contents()
+    assert fields[f"{arch}.context_length"].contents() == 64
+    assert "PARAMETER num_ctx 64\n" in gguf_tokenizer.modelfile("x.gguf", source)
+
+
 @pytest.mark.parametrize("precision, cost", [("bf16", 2**-8), ("fp16", 1), ("q8_0", 1)])
 def test_rounding_is_told(precision, cost, tmp_path):
     source = model_folder("llama", tmp_path / "model")
