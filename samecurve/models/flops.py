@@ -44,6 +44,8 @@ CONVENTION = (
     "computed twice; hfu is by it. peak_tflops is the precision's, also where fp8 multiplies some matrices faster; "
     "on a CPU it is the fastest precision's."
 )
+# What configs call layers that have no attention between tokens, or, of zamba, not that alone.
+RECURRENT = {"linear_attention", "mamba", "recurrent", "hybrid"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -127,8 +129,11 @@ def _is_known(config: PreTrainedConfig) -> bool:
     """Whether the formula applies to a model.
 
     Not for a mixture of experts that is not known to multiply a token with its active experts alone; not for attention
-    that also multiplies positions (DeBERTa's) or whose size the config does not give.
+    that also multiplies positions (DeBERTa's) or whose size the config does not give; not for recurrent layers.
     """
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    if kinds & RECURRENT:
+        return False
     if num_experts(config) > 1 and config.model_type not in families("counted_experts"):
         return False
     if getattr(config, "relative_attention", False):

@@ -122,6 +122,20 @@ def test_experts_that_all_tokens_meet_are_not_guessed():
     assert counted(model)[0] > 2 * 2 * 16 * (96 * 32 + 32 * 48)
 
 
+@pytest.mark.parametrize("family", ["granitemoehybrid", "jamba", "recurrent_gemma", "olmo_hybrid"])
+def test_attention_is_not_counted_for_recurrent_layers(family):
+    """Each is dense; granitemoehybrid as granite-4.0-h-350m, whose config says 0 experts."""
+    dense = {
+        "granitemoehybrid": {"num_local_experts": 0},
+        "jamba": {"num_experts": 1},
+        "olmo_hybrid": {"num_experts": 0},
+    }
+    config = tiny_config(family, **dense.get(family, {}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert num_experts(config) < 2 and token_flops(model, LENGTH, recompute=0) is None
+
+
 def test_mixtral_by_hand():
     """q 32 x 32, k and v 32 x 16, o 32 x 32, router 32 x 8 and 2 of 8 experts of 3 x 32 x 48 in each of 2 layers, head
     32 x 100; attention 4 x 2 x 32 x 32."""
