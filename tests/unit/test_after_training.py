@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_constants import change
+from test_export import tokenizer
 from test_lora_model import adapted_recipe, filled, folders, moved, write
 from test_model_card import facts
+from test_packaged import published
 from tiny_families import round_trip_config
 from transformers import AutoModelForCausalLM
 
@@ -82,6 +84,20 @@ def test_an_adapter_without_its_base_says_what_is_gone(adapted, capsys):
         assert cli.main([command, str(adapted)]) == 2
         told = capsys.readouterr().err
         assert f"no such folder: {adapted.parent / 'base'}; restore the base model there" in told
+
+
+def test_what_lm_eval_cannot_load_is_refused(folders, tmp_path, capsys):  # noqa: F811
+    """lm_eval cuts a padded embedding to the tokenizer's size before it reads the adapter with all of its rows."""
+    made = adapted_recipe(folders["llama"], modules_to_save=["lm_head"])
+    write(moved(filled(made)), tmp_path / "adapter")
+    assert cli.main(["lm_eval", str(tmp_path / "adapter"), "arc_easy", "--show"]) == 2
+    assert f"merge first: python -m samecurve merge {tmp_path / 'adapter'}" in capsys.readouterr().err
+    write(moved(filled(adapted_recipe(folders["llama"]))), tmp_path / "matrices")
+    assert cli.main(["lm_eval", str(tmp_path / "matrices"), "arc_easy", "--show"]) == 0
+    published("mistral3", tmp_path / "images")
+    tokenizer().save_pretrained(tmp_path / "images")
+    assert cli.main(["lm_eval", str(tmp_path / "images"), "arc_easy", "--show"]) == 2
+    assert "AutoModelForCausalLM has no class for mistral3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
