@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import TextStreamer
 
 from samecurve.errors import ConfigurationError
@@ -64,7 +65,7 @@ class ChatSession:
         except KeyboardInterrupt:
             streamer.end()  # prints what it holds back until a word is complete
         self._print("\n")
-        self.turns = [*turns, {"role": "assistant", "content": "".join(streamer.pieces)}]
+        self.turns = [*turns, {"role": "assistant", "content": self.generator.text(streamer.ids)}]
 
 
 def read_and_answer(session: ChatSession, read: Callable[[str], str]) -> int:
@@ -105,13 +106,17 @@ def _list_commands() -> str:
 
 
 class Pieces(TextStreamer):
-    """Prints whole words as they are generated, and collects them in `pieces`."""
+    """Prints whole words as they are generated, and collects the tokens in `ids`."""
 
     def __init__(self, generator: TextGenerator, print_: Callable[[str], None]):
         super().__init__(cast(Any, generator.tokenizer), skip_prompt=True, skip_special_tokens=True)
-        self.pieces: list[str] = []
+        self.ids: list[int] = []
         self._print = print_
 
+    def put(self, value: Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.ids += value.flatten().tolist()
+        super().put(value)
+
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.pieces.append(text)
         self._print(text)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 FUNCTION = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""'
 # Default prompts by the data set that a model was trained on.
 PROMPTS = {BUILTIN: "import os\n\n\ndef ", FUNCTIONS: FUNCTION}
+FINAL = "<|channel|>final<|message|>"  # gpt-oss's, behind which the answer stands
 GREETING = "Hello! What can you do?"
 
 Message = dict[str, str]
@@ -122,7 +123,18 @@ class TextGenerator:
             output = cast(_Generates, self.model).generate(**encoded, **options.arguments, **limits, streamer=streamer)
         rows = output[:, length:].tolist()
         ended = [any(token in self.end_tokens for token in row) for row in rows]
-        return list(zip(self.tokenizer.batch_decode(rows, skip_special_tokens=True), ended, strict=True))
+        return list(zip(map(self.text, rows), ended, strict=True))
+
+    def text(self, ids: list[int]) -> str:
+        """Decode generated tokens; of a chat's turn only the answer, if the turn marks where thoughts end."""
+        marked = self.tokenizer.decode(ids, skip_special_tokens=False)
+        if self.chat and FINAL in marked:
+            mark = self.tokenizer.encode(FINAL, add_special_tokens=False)
+            starts = [end for end in range(len(mark), len(ids) + 1) if ids[end - len(mark) : end] == mark]
+            ids = ids[starts[-1] :] if starts else ids
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        assert isinstance(text, str)  # of one sequence
+        return text
 
     @property
     def positions(self) -> int:

@@ -136,6 +136,28 @@ def test_a_model_without_a_template_is_refused(tmp_path, capsys, monkeypatch):
     assert "the model has no chat template; use python -m samecurve generate" in capsys.readouterr().err
 
 
+def test_a_thought_is_no_part_of_an_answer(polite, monkeypatch):
+    """As gpt-oss writes them. Neither `generate` nor the conversation of `chat` keeps the thought."""
+    generator = load_generator(polite)
+    generator.tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>"]})
+    text = "<|channel|>analysis<|message|>hm<|channel|>final<|message|>yes"
+    answer = torch.tensor(generator.tokenizer.encode(text, add_special_tokens=False))
+
+    def generate(input_ids, streamer=None, **_):
+        if streamer:
+            for ids in (input_ids[0], *answer[:, None]):
+                streamer.put(ids)
+            streamer.end()
+        return torch.cat([input_ids[0], answer])[None]
+
+    monkeypatch.setattr(generator.model, "generate", generate)
+    assert sample(generator, "say", None, GenerationOptions(64, 0.0), 0) == "yes"
+    talk = chat.ChatSession(generator, GenerationOptions(64, 0.0), print_=lambda piece: None)
+    talk.answer("say")
+    assert talk.turns[-1]["content"] == "yes"
+    assert replace(generator, chat=False).text(answer.tolist()) == "analysishmfinalyes"
+
+
 def talked(folder, lines, print_=None) -> chat.ChatSession:
     talk = chat.ChatSession(load_generator(folder), GenerationOptions(8, 0.0), print_=print_)
     given = iter(lines)
