@@ -259,7 +259,7 @@ class Embedder(Predictor):
             return self.recipe.embed.pooling
         path = self.folder / "1_Pooling" / "config.json"
         modes = read_record(path).optional(ConfigurationError, "restore it")
-        return contrastive.stated_pooling(modes)
+        return contrastive.stated_pooling(str(self.folder), modes)
 
     @cached_property
     def encoder(self) -> ExampleEncoder:

@@ -10,18 +10,37 @@ from torch import Tensor
 from torch.nn import functional
 
 from samecurve.config.schema import Pooling
+from samecurve.errors import ConfigurationError
 
 # Number of anchors, and of similarities, that are in memory at a time.
 _ANCHORS, _SIMILARITIES = 1024, 2**24
+# by sentence-transformers' names; embeddings have length 1, where mean_sqrt_len is the mean
+_POOLINGS: dict[str, Pooling] = {"cls": "cls", "lasttoken": "last", "mean": "mean", "mean_sqrt_len": "mean"}
 
 
-def stated_pooling(modes: Mapping[str, object]) -> Pooling:
-    """Return what a sentence-transformers folder's 1_Pooling/config.json says; the mean where it says nothing else."""
-    names: dict[str, Pooling] = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
-    for key, name in names.items():
-        if modes.get(key):
-            return name
-    return "mean"
+def stated_pooling(model: str, modes: Mapping[str, object]) -> Pooling:
+    """Return what a sentence-transformers folder's 1_Pooling/config.json says; the mean where it says nothing.
+
+    Version 6 writes {"pooling_mode": name or names}, earlier ones a boolean for each: "pooling_mode_cls_token".
+
+    Args:
+        model: name of the folder, for messages.
+        modes: content of the file.
+
+    Raises:
+        ConfigurationError: for a pooling that is not computed here.
+    """
+    stated = modes.get("pooling_mode")
+    if stated is None:
+        stated = [key.removeprefix("pooling_mode_") for key, used in modes.items() if "pooling_mode_" in key and used]
+    stated = stated if isinstance(stated, list) else [stated]
+    names = [str(name).removesuffix("_tokens").removesuffix("_token") for name in stated] or ["mean"]
+    if len(names) > 1 or names[0] not in _POOLINGS:
+        raise ConfigurationError(
+            f"{model}: 1_Pooling/config.json says {' and '.join(names)}, but only the pooling of one of cls, lasttoken "
+            "and mean is computed here; use another model, or name the pooling to train with in embed.pooling"
+        )
+    return _POOLINGS[names[0]]
 
 
 def pool(states: Tensor, attention_mask: Tensor, pooling: Pooling) -> Tensor:

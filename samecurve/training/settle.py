@@ -64,7 +64,8 @@ def settle_pooling(context: Context) -> Context:
     """Let an embedding model go on with its own pooling, unless the recipe names one. Collective.
 
     Raises:
-        ConfigurationError: the model has layers behind its pooling, which are not trained here and would be lost.
+        ConfigurationError: the model has layers behind its pooling, which are not trained here and would be lost, or a
+            pooling that is not computed here.
     """
     recipe = context.plan.recipe
     if recipe.task != "embed" or recipe.model.path is None:
@@ -82,7 +83,7 @@ def settle_pooling(context: Context) -> Context:
         if "pooling" in recipe.embed.model_fields_set:
             return recipe.embed.pooling
         modes = _sentence_file(path, revision, "1_Pooling/config.json", {"*": object}) or {}
-        return stated_pooling(modes)
+        return stated_pooling(path, modes)
 
     pooling = context.world.on_main(choose)
     if pooling != recipe.embed.pooling:

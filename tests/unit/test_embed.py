@@ -333,6 +333,10 @@ def test_what_sentence_transformers_is_told(tmp_path):
         ({"pooling_mode_lasttoken": True}, [], "last"),  # Qwen3-Embedding
         ({"pooling_mode_lasttoken": True}, ["embed.pooling=mean"], "mean"),
         ({"pooling_mode_mean_tokens": True}, [], "mean"),
+        ({"pooling_mode": "lasttoken", "include_prompt": True}, [], "last"),  # of sentence-transformers 6
+        ({"pooling_mode": ["cls"]}, [], "cls"),
+        ({"pooling_mode": "mean_sqrt_len_tokens"}, [], "mean"),  # of the same direction
+        ({"pooling_mode": "max"}, ["embed.pooling=mean"], "mean"),
         (None, [], "mean"),
     ],
 )
@@ -343,6 +347,23 @@ def test_a_model_goes_on_with_its_own_pooling(modes, given, pooling, tmp_path):
     context, lines = started(tmp_path, *given)
     assert settle.settle_pooling(context).plan.recipe.embed.pooling == pooling
     assert bool(lines) is (pooling != "mean")
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"pooling_mode": "weightedmean"},
+        {"pooling_mode": ["cls", "mean"]},
+        {"pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False},
+    ],
+)
+def test_another_pooling_is_refused(modes, tmp_path):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(modes))
+    with pytest.raises(ConfigurationError) as caught:
+        settle.settle_pooling(started(tmp_path)[0])
+    mode = "max" if "pooling_mode" not in modes else " and ".join(np.atleast_1d(modes["pooling_mode"]))
+    check_message(str(caught.value), str(tmp_path), f"1_Pooling/config.json says {mode}", "embed.pooling")
 
 
 def test_layers_behind_the_pooling_are_refused(tmp_path):

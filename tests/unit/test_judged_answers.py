@@ -96,6 +96,22 @@ def test_a_pair_is_two_answers_of_one_side_of_the_split(tmp_path):
         assert said[::2] == said[1::2]
 
 
+def wrong_answers(task) -> list[str]:
+    arrays = task.train[np.arange(len(task.train))]
+    return [words(task, labels).removesuffix("<|im_end|>") for labels in arrays.labels[:, 1]]
+
+
+def test_the_wrong_answer_is_one_to_another_prompt(tmp_path):
+    pairs = [{"prompt": f"{letter}?", "chosen": letter * 2, "rejected": letter} for letter in "abc"]
+    assert wrong_answers(load(tmp_path, *pairs)) == ["cc", "c", "aa", "a", "bb", "b"]
+    more = {"prompt": "b?", "chosen": "yy", "rejected": "y"}
+    assert wrong_answers(load(tmp_path, *pairs[:2], more)) == ["bb", "b", "aa", "a", "aa", "a"]
+    # the last prompt is the first one again
+    assert wrong_answers(load(tmp_path, *pairs[:2], {**more, "prompt": "a?"})) == ["bb", "b", "aa", "a", "bb", "b"]
+    # of a single prompt there is only an answer to itself
+    assert wrong_answers(load(tmp_path, pairs[0], {**more, "prompt": "a?"})) == ["y", "aa", "a", "yy"]
+
+
 def test_answers_without_a_trained_token_are_left_out(tmp_path):
     rows = [FORMS["text"], {**FORMS["text"], "prompt": "long " * 40}, {**FORMS["text"], "label": False}]
     task = load(tmp_path, *rows, length=32)
