@@ -7,6 +7,9 @@ import numpy as np
 from samecurve.data.datasets.base import DocumentRows, RowArrays, TruncatedRows, causal_arrays, range_sums, truncate
 from samecurve.data.token_store import TokenStream
 from samecurve.specs.data_names import Truncation
+from samecurve.storage.cache import digest
+
+_VERSION = 2  # part of the fingerprint of JudgedRows: raise it when the same documents give other rows
 
 
 class PairRows(TruncatedRows):
@@ -84,10 +87,10 @@ class AnswerRows(PairRows):
 class JudgedRows(TruncatedRows):
     """Rows of one answer each with its verdict (KTO). Arrays are (rows, 2, sequence_length), those of AnswerRows.
 
-    The first sequence is prompt and answer of a document. The second is its prompt and the answer of the document
-    before it (of the first document the last one's): a wrong answer, by which KTO measures how far the model is from
-    the reference. TRL takes the same one within each device's batch; here it does not depend on batches. Documents are
-    left out if truncation leaves no trained token.
+    The first sequence is prompt and answer of a document. The second is its prompt and an answer to the prompt before
+    it, see `_answers_to_others`: a wrong answer, by which KTO measures how far the model is from the reference. TRL
+    takes one within each device's batch; here it does not depend on batches. Documents are left out if truncation
+    leaves no trained token.
 
     Attributes:
         reference: as in AnswerRows.
@@ -112,7 +115,8 @@ class JudgedRows(TruncatedRows):
         self.num_dropped = int((~is_kept).sum())
         self.is_good = np.asarray(stream.labels)[is_kept] > 0
         starts, stops, prompts = starts[is_kept], stops[is_kept], prompts[is_kept]
-        before = np.roll(np.arange(len(starts)), 1)
+        before = _answers_to_others(stream.tokens, starts, prompts)
+        self.fingerprint = digest(self.fingerprint, _VERSION)
         answers = np.stack([starts + prompts, (starts + prompts)[before]], axis=1)
         lengths = prompts[:, None] + np.stack([stops, stops[before]], axis=1) - answers
         self._skipped, kept = truncate(lengths, self.limit, "right" if truncation == "drop" else truncation)
@@ -140,6 +144,35 @@ class JudgedRows(TruncatedRows):
         if self.reference is not None:
             arrays.targets["reference"] = np.asarray(self.reference[indices])
         return arrays
+
+
+def _answers_to_others(tokens: np.ndarray, starts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+    """Return for each document the index of one with another prompt, whose answer is a wrong one.
+
+    Neighbours with the same prompt, such as both answers of a pair, are a group. Its first document gets the first one
+    of the group before it, and so on, so that a chosen answer of pairs gets a chosen one. The first group follows the
+    last one. If all prompts are the same, each document gets the one before it.
+
+    Args:
+        tokens: of all documents.
+        starts: (documents,), index of the first token of each one.
+        prompts: (documents,), number of tokens of each one's prompt.
+    """
+
+    def is_same(one: int, other: int) -> bool:
+        # some templates begin an answer with a token that others have in the prompt
+        size = min(prompts[one], prompts[other])
+        return np.array_equal(*(tokens[start : start + size] for start in starts[[one, other]]))
+
+    indices = np.arange(len(starts))
+    begins = np.array([index for index in indices if not index or not is_same(index - 1, index)], dtype=np.int64)
+    if len(begins) < 2:
+        return np.roll(indices, 1)
+    sizes, before = np.diff(begins, append=len(starts)), np.roll(np.arange(len(begins)), 1)
+    if len(begins) > 2 and is_same(0, begins[-1]):
+        before[0] -= 1
+    nth = indices - begins.repeat(sizes)
+    return begins[before].repeat(sizes) + nth % sizes[before].repeat(sizes)
 
 
 class ScoredRows(PairRows):
