@@ -160,7 +160,8 @@ class Data(Section):
     """Without packing: put rows of similar length into one step and pad to the longest of them."""
     validation_fraction: float = Field(default=0.0, ge=0.0, lt=1.0)
     """The fraction of documents, chosen by their content, that is evaluated on and never trained on; at least one of
-    several documents, unless they are streamed. Ignored with `evaluate.path` or `evaluate.split`."""
+    several documents, unless they are streamed. Rows with the same prompt, anchor or first text of a pair are on one
+    side. Ignored with `evaluate.path` or `evaluate.split`."""
     streaming: bool = False
     """`pretrain`, `continue_pretrain`: tokenize during training instead of ahead of it."""
     shuffle_buffer_mib: float = Field(default=64.0, gt=0, le=LARGEST_BUFFER_MIB)

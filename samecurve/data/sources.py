@@ -42,8 +42,8 @@ _TRIED_ROWS = 20  # rows that a hint is tried on
 class DataSource:
     """Files in a fixed order, or a split of the hub.
 
-    A document is any object whose str() is its content. A hash of the content decides whether the document is held out,
-    and its length is the progress that is shown.
+    A document is any object whose str() is its content, whose length is the progress that is shown. A hash of its
+    `split_key`, or of the content without one, decides whether it is held out.
     """
 
     name: str  # the path as the user wrote it
@@ -324,20 +324,21 @@ def _stat(file: Path) -> os.stat_result:
         raise unreadable(file, error) from error
 
 
-def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document is held out, by a hash of its content, so that its copies are on the same side."""
-    return fraction > 0 and _hash(text) < fraction * 2**64
+def is_held_out(document: Any, fraction: float) -> bool:
+    """Whether a document is held out, by a hash, so that its copies and rows of its prompt are on the same side."""
+    return fraction > 0 and _hash(document) < fraction * 2**64
 
 
 def fraction_of_one(source: DataSource, fraction: float) -> float:
     """Return the smallest fraction that holds out a document and is at least `fraction`; 0 for 0.
 
-    It holds out the document with the lowest hash and its copies. Copies of one document alone stay for training.
+    It holds out the document with the lowest hash, its copies and the rows of its prompt. Copies of one document alone,
+    or rows of one prompt, stay for training.
     """
     lowest, highest = 2**64, -1
     for document in source.documents() if fraction > 0 else ():
-        if text := str(document):  # no encoder makes tokens of an empty one
-            value = _hash(text)
+        if str(document):  # no encoder makes tokens of an empty one
+            value = _hash(document)
             if value < fraction * 2**64:
                 return fraction
             lowest, highest = min(lowest, value), max(highest, value)
@@ -345,7 +346,8 @@ def fraction_of_one(source: DataSource, fraction: float) -> float:
     return math.nextafter(lowest / 2**64, 1.0) if lowest < highest else fraction
 
 
-def _hash(text: str) -> int:
+def _hash(document: Any) -> int:
+    text = getattr(document, "split_key", "") or str(document)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 

@@ -195,7 +195,7 @@ def place_of(source: DataSource, encoder: Encoder, part: str, validation_fractio
         for entry, one in zip(entries, encodings, strict=True):
             if isinstance(one, BadRow) or not len(one.tokens):
                 continue
-            if is_held_out(str(entry), validation_fraction) == (part == "held_out"):
+            if is_held_out(entry, validation_fraction) == (part == "held_out"):
                 if index <= len(one.more):
                     return getattr(entry, "place", f"{source.name}: the document that begins with {str(entry)[:40]!r}")
                 index -= 1 + len(one.more)
@@ -206,7 +206,7 @@ def training_texts(source: DataSource, validation_fraction: float) -> Iterator[s
     """Yield the texts of all training documents. A tokenizer may learn from these only."""
     validation_fraction = fraction_of_one(source, validation_fraction)
     for document in source.documents():
-        if not is_held_out(str(document), validation_fraction):
+        if not is_held_out(document, validation_fraction):
             yield from source.texts(document)
 
 
@@ -227,7 +227,7 @@ def _write(files: NewEntry, source: DataSource, encoder: Encoder, validation_fra
                 elif not len(one.tokens):
                     num_empty += 1
                 else:
-                    part = "held_out" if is_held_out(str(entry), validation_fraction) else "train"
+                    part = "held_out" if is_held_out(entry, validation_fraction) else "train"
                     for document in (one, *one.more):
                         writers[part].append(document)
             advance([entry for entry in entries if not isinstance(entry, BadRow)])

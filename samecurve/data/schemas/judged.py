@@ -12,7 +12,7 @@ from samecurve.data.formats import no_column
 from samecurve.data.schemas import conversation
 from samecurve.data.schemas.conversation import VERDICTS, ChatSchema, Conversation
 from samecurve.data.schemas.messages import shown
-from samecurve.data.schemas.preference import Pair, PairEncoder, PairSource, check_answer
+from samecurve.data.schemas.preference import Pair, PairEncoder, PairSource, check_answer, prompt_of
 from samecurve.errors import DataError
 from samecurve.specs.row_formats import PAIRS, fitting
 
@@ -29,6 +29,10 @@ class Judged:
     @property
     def place(self) -> str:
         return self.conversation.place
+
+    @property
+    def split_key(self) -> str:
+        return prompt_of(self.conversation)
 
     def __str__(self) -> str:
         return f"{self.conversation}\0{self.is_good}"

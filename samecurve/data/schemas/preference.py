@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from samecurve.config.schema import Data
 
-# Part of the cache key: raise it when the same pair gives other tokens or other trained marks.
-_VERSION = 1
+# Part of the cache key: raise it when the same pair gives other tokens or other trained marks, or is held out instead.
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,19 @@ class Pair:
     def place(self) -> str:
         return self.chosen.place
 
+    @property
+    def split_key(self) -> str:
+        return prompt_of(self.chosen)
+
     def __str__(self) -> str:
         return f"{self.chosen}\0{self.rejected}"
+
+
+def prompt_of(conversation: Conversation) -> str:
+    """Return the prompt that rows of it share, without its system turn; "" if there is no more."""
+    prompt = [turn for turn in conversation.messages[: conversation.num_prompt] if turn["role"] != "system"]
+    has_text = any(turn.get("content") for turn in prompt)
+    return json.dumps(prompt, ensure_ascii=False, sort_keys=True, default=str) if has_text else ""
 
 
 @dataclass(frozen=True)

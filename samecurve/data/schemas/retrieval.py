@@ -26,9 +26,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Match:
-    """An anchor with its positive and its hard negatives. Its str() is the anchor.
-
-    The str() decides what is held out. So all rows with the same anchor are on the same side of the held-out split.
+    """An anchor with its positive and its hard negatives.
 
     Attributes:
         place: location of the row, for messages.
@@ -38,8 +36,12 @@ class Match:
     place: str
     texts: tuple[str, ...]
 
-    def __str__(self) -> str:
+    @property
+    def split_key(self) -> str:
         return self.texts[0]
+
+    def __str__(self) -> str:
+        return "\0".join(self.texts)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from samecurve.storage.cache import digest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_VERSION = 1  # part of the cache key: raise it when the same rows give other tokens or labels
+_VERSION = 2  # part of the cache key: raise it when the same rows give other tokens or labels
 STEP_NAMES = ("wrong", "right")
 
 
@@ -40,6 +40,10 @@ class LabelledWords:
     words: tuple[str, ...]
     label: tuple[str, ...]
     prompt: str | None = None
+
+    @property
+    def split_key(self) -> str:
+        return self.prompt or ""
 
     def __str__(self) -> str:
         return "\0".join([*([] if self.prompt is None else [self.prompt]), *self.words])
