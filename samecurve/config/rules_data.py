@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,16 +198,13 @@ def _measured_as_trained(value: Callable[[str], Any]) -> Iterator[Finding]:
     A data set has several spellings: OWNER/NAME and its URL, no config and "default", no revision and "main".
     """
     split, path = value("evaluate.split"), value("evaluate.path")
-    data = {"path": value("data.path"), **{key: value(f"data.{key}") for key in ("pattern", *_HUB_KEYS)}}
-    measured = address(path or data["path"] or "")
+    measured = address(path or value("data.path") or "")
     if split is None or measured is None or measured.is_file:
         return
-    inherited = data if path is None else {}
+    inherited = {key: value(f"data.{key}") for key in _HUB_KEYS} if path is None else {}
     config = value("evaluate.config") or inherited.get("config") or "default"
     revision = value("evaluate.revision") or inherited.get("revision") or measured.revision or "main"
-    mixture = value("data.mixture")
-    sources = {"data": data} if mixture is None else {f"data.mixture.{nth}": part for nth, part in enumerate(mixture)}
-    for block, source in sources.items():
+    for block, source in _trained(value).items():
         trained = address(source["path"] or "")
         if trained is None or trained.name != measured.name or trained.is_file or source.get("pattern"):
             continue
@@ -221,6 +218,39 @@ def _measured_as_trained(value: Callable[[str], Any]) -> Iterator[Finding]:
             text = f"evaluation reads revision {revision}, but {block}.revision is {other}, and splits of different "
             yield "evaluate.revision", f"{text}revisions may share rows; set it to {other}"
             return
+
+
+def _trained(value: Callable[[str], Any]) -> dict[str, dict[str, Any]]:
+    """Return path, pattern and part of the Hub of all training data by the key of their block."""
+    mixture = value("data.mixture")
+    if mixture is not None:
+        return {f"data.mixture.{nth}": part for nth, part in enumerate(mixture)}
+    return {"data": {key: value(f"data.{key}") for key in ("path", "pattern", *_HUB_KEYS)}}
+
+
+def _measured_file(value: Callable[[str], Any]) -> Iterator[Finding]:
+    """Evaluation reads a file that is trained on, too."""
+    path = value("evaluate.path")
+    if path is None or not os.path.exists(path) or any(_within_output_dir("evaluate.path", value)):
+        return
+    measured = Path(os.path.realpath(path))
+    for block, source in _trained(value).items():
+        trained = Path(os.path.realpath(source["path"] or os.devnull))
+        is_nested = measured.is_relative_to(trained) or trained.is_relative_to(measured)
+        if is_nested and _files(trained, source.get("pattern")) & _files(measured, value("data.pattern")):
+            others = f"select the other files with {block}.pattern, or move it out of the folder"
+            fix = others if trained.is_dir() else "name another file"
+            text = f"found {path}, which is trained on, too, by {block}.path ({source['path']}); {fix}, or set "
+            yield "evaluate.path", f"{text}data.validation_fraction in place of it"
+
+
+def _files(path: Path, glob: str | None) -> set[str]:
+    """Return the real paths of a file, or of a folder's files that match and are not hidden."""
+    files: Iterable[Path] = ()
+    with contextlib.suppress(ValueError, NotImplementedError):  # no pattern, which _listed of data/selection.py reports
+        files = list(path.glob(glob or "**/*")) if path.is_dir() else [path]
+    hidden = (any(part.startswith(".") for part in file.relative_to(path).parts) for file in files)
+    return {os.path.realpath(file) for file, skip in zip(files, hidden, strict=True) if not skip and file.is_file()}
 
 
 def _within_output_dir(key: str, value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -245,7 +275,7 @@ RULES = (
     *(_path_and_mixture, _source, *(partial(_by_length, other) for other in _UNSORTED)),
     *(partial(_in_place_of_mixture, *pair) for pair in ({"pattern": None, "max_samples": None} | _HUB_KEYS).items()),
     *(_format, partial(_number_of_rows, "data"), _idle_buffer, *(partial(_streamed, key) for key in _STREAMED)),
-    *(partial(pattern, "data.pattern"), _split, _measured_as_trained),
+    *(partial(pattern, "data.pattern"), _split, _measured_as_trained, _measured_file),
     *(partial(_within_output_dir, key) for key in ("data.path", "evaluate.path")),
     *(partial(_idle_without_split, key) for key in ("config", "revision")),
     *(partial(_part_of_the_hub, "data", *pair) for pair in _HUB_KEYS.items()),

@@ -107,7 +107,7 @@ CASES = [
       ("command line", "data.token_weights", "task: sft", "pretrain")]),
     ("labels of another kind", {}, [*R, "task=classify", "data.path=builtin:python-modules", "classify.problem_type=multi_label", "data.packing=false"], {},
      [("command line", "classify.problem_type", "multi_label", "builtin:python-modules", "data.path")]),
-    ("classes of a number", {}, [*R, "task=classify", "data.path=r.yaml", "classify.problem_type=regression", "data.packing=false", "data.labels=[a, b]", "checkpoint={best: eval_f1, every_steps: 2}", "evaluate={every_steps: 2, path: r.yaml}"], {},
+    ("classes of a number", {}, [*R, "task=classify", "data.path=r.yaml", "classify.problem_type=regression", "data.packing=false", "data.labels=[a, b]", "checkpoint={best: eval_f1, every_steps: 2}", "evaluate={every_steps: 2, path: text.txt}"], {},
      [("command line", "checkpoint.best", "eval_f1", "eval_loss, eval_mae, eval_pearson", "one of these"),
       ("command line", "data.labels", "a list", "regression", "remove")]),
     ("fp32 weights and kahan", {}, [*R, "optimizer.bf16_rounding=kahan"], {},
@@ -310,6 +310,12 @@ CASES = [
     ("a split of a mixture", {}, [*R, "data.path=null", "data.mixture=[{path: org/name, weight: 1}, {path: text.txt, weight: 1, split: test}]", "data.split=a"], {},
      [("command line", "data.mixture.1.split", "test", "text.txt", "remove"),
       ("command line", "data.split", '"a"', "data.mixture")]),
+    ("the file that is trained on", {}, [*R, "evaluate.path=./text.txt"], {},
+     [("command line", "evaluate.path", "./text.txt", "data.path (text.txt)", "data.validation_fraction")]),
+    ("a file of the folder that is trained on", {"folder/a.txt": "words", "folder/held_out.txt": "words"}, [*R, "data.path=folder", "evaluate.path=folder/held_out.txt"], {},
+     [("command line", "evaluate.path", "folder/held_out.txt", "data.path (folder)", "data.pattern")]),
+    ("a folder of a source", {"folder/a.txt": "words", "folder/x/b.txt": "words"}, [*R, "data.path=null", "data.mixture=[{path: text.txt, weight: 1}, {path: folder, weight: 1, pattern: '**/*.txt'}]", "evaluate.path=folder/x"], {},
+     [("command line", "evaluate.path", "folder/x", "data.mixture.1.path (folder)", "data.mixture.1.pattern")]),
     ("data in output_dir", {"runs/x/mine.txt": "words"}, [*R, "data.path=runs/x/mine.txt", "evaluate.path=runs/x"], {},
      [("command line", "data.path", "runs/x/mine.txt", "output_dir", "(runs/x)", "move"),
       ("command line", "evaluate.path", "runs/x", "output_dir", "(runs/x)", "move")]),
@@ -475,6 +481,19 @@ def test_report(files, argv, environ, rows, folder):
     report, code = message(folder, argv, environ)
     check_report(report, rows)
     assert code == ConfigurationError.exit_code
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["data.path=folder", "data.pattern=a*.txt", "evaluate.path=folder/b.txt"],
+        ["data.path=folder/a.txt", "evaluate.path=folder/b.txt"],
+        ["data.path=folder", "evaluate.path=folder/.hidden/c.txt"],
+    ],
+)
+def test_files_beside_those_that_are_trained_on_are_evaluated_on(given, folder):
+    write(folder, {f"folder/{name}.txt": "words" for name in ("a", "b", ".hidden/c")})
+    assert load(None, *given).evaluation is not None
 
 
 def test_good_recipe():
@@ -743,10 +762,10 @@ def test_a_home_folder_is_found_in_every_path(tmp_path, monkeypatch):
     (tmp_path / "rows.txt").write_text("words")
     (tmp_path / "more.txt").write_text("words")
     mixture = "[{path: ~/rows.txt, weight: 1}, {path: ~/more.txt, weight: 2}]"
-    given = ["output_dir=~/runs/x", "data.path=~/rows.txt", "data.cache_dir=~/cache", "evaluate.path=~/rows.txt"]
+    given = ["output_dir=~/runs/x", "data.path=~/rows.txt", "data.cache_dir=~/cache", "evaluate.path=~/more.txt"]
     made = load_recipe("recipes/quickstart.yaml", [*given, "data.validation_fraction=0"])
     paths = (made.output_dir, made.data.path, made.data.cache_dir, made.evaluate.path)
-    assert paths == tuple(f"{tmp_path}/{name}" for name in ("runs/x", "rows.txt", "cache", "rows.txt"))
+    assert paths == tuple(f"{tmp_path}/{name}" for name in ("runs/x", "rows.txt", "cache", "more.txt"))
     mixed = load_recipe("recipes/quickstart.yaml", ["data.path=null", f"data.mixture={mixture}"])
     assert [source.path for source in mixed.data.sources()] == [f"{tmp_path}/rows.txt", f"{tmp_path}/more.txt"]
 
