@@ -100,7 +100,8 @@ class Data(Section):
     `token_classify`: a list, the class of each word. `process_reward`: a list, whether each step is right."""
     labels: Annotated[tuple[Name, ...], Field(min_length=2, strict=False)] | None = None
     """`classify`, `token_classify`: the names of the classes in their order. null: those that a data set of the hub
-    gives its numbers, else those in the data, sorted."""
+    gives its numbers, else those in the data, sorted. Numbers in the data are places from 0, or names if any name here
+    is a number."""
     anchor_column: Name = "anchor"
     """`embed`: a text, such as a question."""
     positive_column: Name = "positive"

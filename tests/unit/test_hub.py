@@ -269,6 +269,8 @@ def test_classes_have_the_names_that_the_data_set_gives_their_numbers(tmp_path):
     names = class_names(source, tmp_path)
     assert names == ("neg", "pos", "any")
     assert [example.label for example in replace(source, names=names).documents()] == ["pos", "neg"]
+    stars = replace(source, names=("1", "2", "3"))  # a ClassLabel's numbers are places, also of names that are numbers
+    assert [example.label for example in stars.documents()] == ["2", "1"]
 
 
 CONTENT = {

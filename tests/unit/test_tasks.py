@@ -95,6 +95,15 @@ def test_classes_of_a_csv(tmp_path):
         classes("2", labels=("no", "yes"))
 
 
+@pytest.mark.parametrize("kind", [int, str])
+def test_numbers_that_are_names_are_no_places(kind, tmp_path):
+    stars = ("1", "2", "3", "4", "5")
+    rows = [{"text": f"ab {n}", "label": kind(n)} for n in (3, 1, 5)]
+    assert registry.load_task(made(tmp_path, rows, labels=stars)).train.stream.labels.tolist() == [2, 0, 4]
+    with pytest.raises(DataError, match="'label' is '0', which is not one of the classes 1, 2, 3, 4, 5"):
+        registry.load_task(made(tmp_path, [*rows, {"text": "ab", "label": kind(0)}], labels=stars))
+
+
 def test_pairs_say_which_text_a_token_is_from(tmp_path):
     rows = [{"text": "ab", "other": "ba ba ba ba ba ba", "label": n % 2} for n in range(4)]
     tokenizer = registry.load_task(made(tmp_path, rows, text_pair_column="other")).tokenizer
@@ -184,6 +193,12 @@ def test_metrics_of_other_problems(tmp_path):
     ("problem_type", "label", "text"),
     [
         ("multi_label", "a", "'label' is 'a', not a list of classes; write one"),
+        (
+            "multi_label",
+            [0, 0],
+            r"'label' is \[0, 0\], with a class twice; write the name or number of each class once",
+        ),
+        ("multi_label", ["a", 0], r"'label' is \['a', 0\], with a class twice"),
         ("multi_label", ["c"], "'label' is 'c', which is not one of the classes a, b"),
         ("regression", "much", "'label' is 'much', not a number; correct"),
         ("relevance", 1.5, "'label' is 1.5, not a number from 0 to 1"),

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,11 @@ class ExampleSource(sources.TableSource):
             if not isinstance(label, list):
                 wrong = f"{label!r:.40}, not a list of classes; write one, [] where none fits"
                 raise DataError(f"{place}: {self.label_column!r} is {wrong}")
-            return Example(place, text, pair, tuple(self._name(place, name) for name in label))
+            names = tuple(self._name(place, name) for name in label)
+            if len(set(names)) < len(names):
+                wrong = f"{label!r:.40}, with a class twice; write the name or number of each class once"
+                raise DataError(f"{place}: {self.label_column!r} is {wrong} (for [0, 0, 1] write [2])")
+            return Example(place, text, pair, names)
         highest = 1.0 if self.problem_type == "relevance" else math.inf
         try:
             number = float(label)  # a csv file has numbers as text
@@ -111,6 +116,16 @@ class ExampleSource(sources.TableSource):
             raise DataError(f"{place}: {self.label_column!r} is {label!r:.40}, not {wanted}; correct or remove the row")
         return Example(place, text, pair, number)
 
+    @cached_property
+    def _are_names(self) -> bool:
+        """Whether whole numbers are names of classes, not their places: data.labels has numbers, as 1 to 5 stars.
+
+        A ClassLabel's numbers are places whatever its names are.
+        """
+        splits = (file for file in self.files if isinstance(file, hub.Split))
+        is_class_label = any(split.class_names(self.label_column) for split in splits)
+        return not is_class_label and any(name.isdecimal() for name in self.names or ())
+
     def _name(self, place: str, label: Any) -> str:
         """Return the class name of a label. Raises DataError for one that is not a name or number of a class."""
         at = f"{place}: {self.label_column!r}"
@@ -119,6 +134,8 @@ class ExampleSource(sources.TableSource):
             label = int(label)
         if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
             raise DataError(f"{at} is {label!r:.40}, not a name or a whole number; correct or remove the row")
+        if isinstance(label, int) and self._are_names:
+            label = str(label)
         if isinstance(label, int):
             number_of_classes = None if self.names is None else len(self.names)
             if label < 0 or (number_of_classes is not None and label >= number_of_classes):
