@@ -115,7 +115,7 @@ class Columns:
         known = " and ".join(
             f"{name} ({num:,} rows)" if len(self.formats) > 1 else name for name, num in self.formats.items()
         )
-        unread = [f"{name} ({_rows(counts.num)})" for name, counts in self.unread.items()]
+        unread = [f"{name} ({rows_have_one(counts.num)})" for name, counts in self.unread.items()]
         more = len(unread) - _SHOWN_COLUMNS
         unread = unread[:_SHOWN_COLUMNS] + ([f"and {more} more"] if more > 0 else [])
         return f"{known or 'read'}: {', '.join(self.read)}" + (f"; not read: {', '.join(unread)}" if unread else "")
@@ -137,7 +137,7 @@ class Columns:
             problems.append(f"{text}the list, or remove the column from the data")
         columns = {c: counts for c, counts in self.unread.items() if counts.is_content(c) and c not in ignored}
         if columns:
-            lost = ", ".join(f"{column} ({_rows(counts.num)})" for column, counts in columns.items())
+            lost = ", ".join(f"{column} ({rows_have_one(counts.num)})" for column, counts in columns.items())
             problems.append(
                 f"{name}: columns with content are not read: {lost}; columns read: {read}; "
                 f"{advice or 'move the content into columns that are read'}, or set "
@@ -152,7 +152,7 @@ class Columns:
             raise DataError("\n".join(problems))
 
 
-def _rows(count: int) -> str:
+def rows_have_one(count: int) -> str:
     return "1 row has one" if count == 1 else f"{count:,} rows have one"
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from samecurve.data.datasets.preference import ScoredRows
+from samecurve.data.schemas.preference import ScoredPairSource
 from samecurve.losses.cross_entropy import IGNORE_INDEX
 from samecurve.specs.heads import Head
 from samecurve.tasks import pairwise
@@ -59,4 +60,4 @@ class RewardTask(pairwise.PairTask[ScoredRows]):
 
 def load_task(recipe: Recipe) -> RewardTask:
     """Load the task. Raises as `pairwise.load_pairs` does."""
-    return RewardTask(*pairwise.load_pairs(recipe, ScoredRows, "pad"), recipe.reward)
+    return RewardTask(*pairwise.load_pairs(recipe, ScoredRows, "pad", ScoredPairSource), recipe.reward)

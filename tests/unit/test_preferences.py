@@ -151,6 +151,16 @@ def test_reward_rows_hold_the_whole_text_and_say_what_is_padding(tmp_path):
     assert arrays.labels.tolist() == [0]
 
 
+def test_a_margin_that_reward_would_not_read_is_refused(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", {**GOOD, "margin": 0.5}, {**GOOD, "prompt": "c d", "margin": None})
+    with pytest.raises(DataError) as caught:
+        registry.load_task(recipe(tmp_path, path, "reward"))
+    check_message(str(caught.value), str(path), "'margin'", "1 row has one", "data.ignore_columns=[margin]")
+    data = {"ignore_columns": ["margin"]}
+    assert len(registry.load_task(recipe(tmp_path, path, "reward", data=data)).train) == 2
+    assert len(registry.load_task(recipe(tmp_path, path)).train) == 2  # DPO's loss has no margins
+
+
 def stream(*pairs: tuple[list[int], list[int]], prompt: int = 2) -> TokenStream:
     """Token ids of both answers; the first `prompt` tokens of each are not trained."""
     sequences = [sequence for pair in pairs for sequence in pair]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from samecurve.data import sources
 from samecurve.data.chat_encoder import encoder
+from samecurve.data.columns import Columns, rows_have_one
 from samecurve.data.encoder import Encoded, Encoder
 from samecurve.data.formats import no_column
 from samecurve.data.row_checks import nearest
@@ -127,6 +128,20 @@ class PairSource(sources.TableSource):
 
     def read(self, place: str, row: dict) -> Pair:
         return pair(place, row, self.schema)
+
+
+@dataclass(frozen=True)
+class ScoredPairSource(PairSource):
+    """Preference pairs for a reward model. A column `margin`, which TRL's loss reads and ours does not, is refused."""
+
+    def refuse_lost_content(self, columns: Columns, reads: Callable[[str], bool] | None = None) -> None:
+        super().refuse_lost_content(columns, reads)
+        margin = columns.unread.get("margin")
+        if margin is not None and "margin" not in self.selection.ignore_columns:
+            raise DataError(
+                f"{self.name}: 'margin' ({rows_have_one(margin.num)}) is not in the loss of task=reward; remove the "
+                "column, or set data.ignore_columns=[margin] to train without it"
+            )
 
 
 def format_of(row: Iterable[str], schema: PairSchema) -> RowFormat:
