@@ -126,8 +126,7 @@ def _check(launcher: str, target: Target) -> Plan:
     if launcher != "deepspeed":
         _ = target.devices_per_node  # raises if hosts differ
     elsewhere = loader.data_elsewhere(loader.read_recipe(target.recipe, target.overrides))
-    # a folder that exists stands for the data of the other machines
-    here = [f"{key}=." for key in sorted(elsewhere)]
+    here = [f"{key}={loader.STAND_INS[key]}" for key in sorted(elsewhere)]
     tried = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))
     try:
         return read_back(launcher, tried, command(launcher, tried))

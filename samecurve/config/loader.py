@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from samecurve.config.adapter_folder import settle_adapter
 from samecurve.config.documents import Document, KeyPath, describe, format_problems, read_document, suggest
 from samecurve.config.inheritance import apply_override
 from samecurve.config.key_hints import block_as_value, called_here
-from samecurve.config.paths import expand_home, read_config_file, split_output_url, split_row_counts
+from samecurve.config.paths import expand_home, path_problem, read_config_file, split_output_url, split_row_counts
 from samecurve.config.schema import Recipe
 from samecurve.config.schema_training import AUTO
 from samecurve.config.source import ANY_ITEM, InvalidValue, RecipeSource, schema_paths
@@ -103,10 +104,17 @@ def refuse_auto(source: RecipeSource) -> None:
             source.document.problem(("batch", "micro_batch_size"), text)
 
 
+# paths that exist and stand for data that are not here; none is within the other, or within data of a user's
+STAND_INS = {"data.path": os.path.dirname(json.__file__), "evaluate.path": os.__file__}
+
+
 def data_elsewhere(source: RecipeSource) -> set[str]:
     """Return the keys of data that are not here: they may lie on the machines that are meant."""
-    keys = {problem.key for problem in source.document.problems} & {"data.path", "evaluate.path"}
-    return keys if source.recipe else set()
+    if source.recipe is None:
+        return set()
+    paths = {"data.path": source.recipe.data.path, "evaluate.path": source.recipe.evaluate.path}
+    keys = {problem.key for problem in source.document.problems} & paths.keys()
+    return {key for key in keys if path_problem(paths[key] or "")}
 
 
 def validate_recipe(document: Document) -> Recipe:

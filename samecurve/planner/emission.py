@@ -128,8 +128,8 @@ def _check(target: Target, launchers: Sequence[str], planned: Recipe) -> None:
     Data may be missing.
     """
     elsewhere = loader.data_elsewhere(loader.read_recipe(target.recipe, target.overrides))
-    # the data may be on the planned machines only; any path that exists stands for them
-    here = [f"{key}=." for key in sorted(elsewhere)]
+    # the data may be on the planned machines only
+    here = [f"{key}={loader.STAND_INS[key]}" for key in sorted(elsewhere)]
     target = replace(target, overrides=tuple(latest_overrides([*target.overrides, *here])))
     resolved = []
     for launcher in launchers:
