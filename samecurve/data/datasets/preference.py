@@ -115,7 +115,7 @@ class JudgedRows(TruncatedRows):
         self.num_dropped = int((~is_kept).sum())
         self.is_good = np.asarray(stream.labels)[is_kept] > 0
         starts, stops, prompts = starts[is_kept], stops[is_kept], prompts[is_kept]
-        before = _answers_to_others(stream.tokens, starts, prompts)
+        before = _answers_to_others(stream, starts, prompts)
         self.fingerprint = digest(self.fingerprint, _VERSION)
         answers = np.stack([starts + prompts, (starts + prompts)[before]], axis=1)
         lengths = prompts[:, None] + np.stack([stops, stops[before]], axis=1) - answers
@@ -146,7 +146,7 @@ class JudgedRows(TruncatedRows):
         return arrays
 
 
-def _answers_to_others(tokens: np.ndarray, starts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+def _answers_to_others(stream: TokenStream, starts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
     """Return for each document the index of one with another prompt, whose answer is a wrong one.
 
     Neighbours with the same prompt, such as both answers of a pair, are a group. Its first document gets the first one
@@ -154,7 +154,7 @@ def _answers_to_others(tokens: np.ndarray, starts: np.ndarray, prompts: np.ndarr
     last one. If all prompts are the same, each document gets the one before it.
 
     Args:
-        tokens: of all documents.
+        stream: tokens of all documents.
         starts: (documents,), index of the first token of each one.
         prompts: (documents,), number of tokens of each one's prompt.
     """
@@ -162,14 +162,15 @@ def _answers_to_others(tokens: np.ndarray, starts: np.ndarray, prompts: np.ndarr
     def is_same(one: int, other: int) -> bool:
         # some templates begin an answer with a token that others have in the prompt
         size = min(prompts[one], prompts[other])
-        return np.array_equal(*(tokens[start : start + size] for start in starts[[one, other]]))
+        first, second = (stream.tokens[start : start + size] for start in (starts[one], starts[other]))
+        return np.array_equal(first, second)
 
     indices = np.arange(len(starts))
-    begins = np.array([index for index in indices if not index or not is_same(index - 1, index)], dtype=np.int64)
+    begins = np.array([n for n in range(len(starts)) if not n or not is_same(n - 1, n)], dtype=np.int64)
     if len(begins) < 2:
         return np.roll(indices, 1)
     sizes, before = np.diff(begins, append=len(starts)), np.roll(np.arange(len(begins)), 1)
-    if len(begins) > 2 and is_same(0, begins[-1]):
+    if len(begins) > 2 and is_same(0, int(begins[-1])):
         before[0] -= 1
     nth = indices - begins.repeat(sizes)
     return begins[before].repeat(sizes) + nth % sizes[before].repeat(sizes)
