@@ -16,6 +16,7 @@ from samecurve.checkpoint.manifest import (
     marked_digest,
     read_manifest,
 )
+from samecurve.config.documents import Document
 from samecurve.errors import CheckpointError
 from samecurve.storage.fault_points import fault_point
 from samecurve.storage.filesystem import next_free
@@ -254,27 +255,20 @@ _OTHER_WAYS = {"steps": "epochs", "schedule.warmup_steps": "schedule.warmup_rati
 
 def _lost_values(saved: dict, now: dict) -> Iterator[str]:
     """Yield the reason that values of an earlier strategy's file would silently become defaults; arguments as above."""
-    before, after = _leaves(saved["recipe"]), _leaves(now["recipe"])
+    changed = {key for key, *_ in _differences(saved["recipe"], now["recipe"])}
     known = {*now.get("from_strategy", ()), *now.get("given", ())}
     lost = [
         key
         for key in saved.get("from_strategy", ())
-        if not ({key, _OTHER_WAYS.get(key, key)} & known or key.startswith(_NOT_OF_THE_CURVE))
-        and _typed(before.get(key)) != _typed(after.get(key))
+        if key in changed and not ({key, _OTHER_WAYS.get(key, key)} & known or key.startswith(_NOT_OF_THE_CURVE))
     ]
     if lost:
-        kept, defaults = ([f"{key}={_typed(values.get(key))}" for key in lost] for values in (before, after))
+        recipes = (Document("recipe", facts["recipe"]) for facts in (saved, now))
+        kept, defaults = ([f"{key}={_typed(recipe.get(*key.split('.')))}" for key in lost] for recipe in recipes)
         yield (
             "the strategy's file of the checkpoint gave values that neither the recipe nor the present file gives; add "
             f"them, {' '.join(kept)}, or the defaults, {' '.join(defaults)}"
         )
-
-
-def _leaves(block: dict, prefix: str = "") -> dict[str, Any]:
-    leaves = {}
-    for key, value in block.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return leaves
 
 
 def _typed(value: Any) -> str:

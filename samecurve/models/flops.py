@@ -45,7 +45,7 @@ CONVENTION = (
     "on a CPU it is the fastest precision's."
 )
 # What configs call layers that have no attention between tokens, or, of zamba, not that alone.
-RECURRENT = {"linear_attention", "mamba", "recurrent", "hybrid"}
+RECURRENT_KINDS = {"linear_attention", "mamba", "recurrent", "hybrid"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -132,7 +132,7 @@ def _is_known(config: PreTrainedConfig) -> bool:
     that also multiplies positions (DeBERTa's) or whose size the config does not give; not for recurrent layers.
     """
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
-    if kinds & RECURRENT:
+    if kinds & RECURRENT_KINDS:
         return False
     if num_experts(config) > 1 and config.model_type not in families("counted_experts"):
         return False

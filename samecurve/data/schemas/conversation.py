@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from samecurve.config.schema import Data
 
 VERDICTS = ("label", "kto_tag")  # columns of unpaired rows (KTO) that say whether the answer is good
+_IS_GOOD = {"true": True, "1": True, "false": False, "0": False}  # of a csv file, too
 
 
 @dataclass(frozen=True)
@@ -153,13 +154,20 @@ class ConversationSource(sources.TableSource):
 
     def read(self, place: str, row: dict) -> Conversation:
         for column in VERDICTS:
-            is_bad = str(row.get(column)).lower() in ("false", "0")  # as for KTO, where a csv file has text
-            if is_bad and column not in (*self.selection.ignore_columns, *self.columns_read(row)):
+            if is_good(row.get(column)) is False and column not in (
+                *self.selection.ignore_columns,
+                *self.columns_read(row),
+            ):
                 raise DataError(
                     f"{place}: {column!r} is {row[column]!r}, so the answer is a bad one; set data.bad_rows=drop to "
                     f"train on the other rows alone, or data.ignore_columns=[{column}] to train on all"
                 )
         return conversation(place, row, self.schema)
+
+
+def is_good(verdict: object) -> bool | None:
+    """Return what a value of the VERDICTS says of the answer; None if it says neither."""
+    return _IS_GOOD.get(str(verdict).lower())
 
 
 def format_of(row: Iterable[str], schema: ChatSchema) -> RowFormat:

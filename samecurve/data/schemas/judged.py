@@ -16,8 +16,6 @@ from samecurve.data.schemas.preference import Pair, PairEncoder, PairSource, che
 from samecurve.errors import DataError
 from samecurve.specs.row_formats import PAIRS, fitting
 
-_VERDICT = {"true": True, "1": True, "false": False, "0": False}  # of a csv file, too
-
 
 @dataclass(frozen=True)
 class Judged:
@@ -71,7 +69,7 @@ class JudgedSource(PairSource):
             if not fitting(row, PAIRS) and not self.schema.names_columns:
                 raise no_column(place, row, "'label' (whether the answer is good), nor 'chosen' and 'rejected'")
             return super().read(place, row)
-        verdict = _VERDICT.get(str(row[column]).lower())
+        verdict = conversation.is_good(row[column])
         if verdict is None:
             raise DataError(
                 f"{place}: {column!r} is {shown(row[column])}, not true (a good answer) or false; correct it"
