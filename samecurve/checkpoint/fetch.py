@@ -51,7 +51,7 @@ def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
     if url is None:
         return
     store, run = ObjectStore(url), Path(recipe.output_dir)
-    take_over(store, run, fresh, time.monotonic() + LIVE_SECONDS if is_restart(os.environ) else 0)
+    take_over(store, run, fresh, resume, time.monotonic() + LIVE_SECONDS if is_restart(os.environ) else 0)
     if resume == "auto":
         fetch_newest(store, run, print)
         if recipe.checkpoint.best is not None:
@@ -63,7 +63,7 @@ def fetch(recipe: Recipe, resume: str, fresh: bool) -> None:
         )
 
 
-def take_over(store: ObjectStore, run: Path, fresh: bool, deadline: float = 0) -> None:
+def take_over(store: ObjectStore, run: Path, fresh: bool, resume: str = "auto", deadline: float = 0) -> None:
     """Check that no other run owns the store, and become the owner's run where its checkpoints are resumed from.
 
     The store's object OWNER says which run uploads there, and which of its sessions. A file in the run directory has
@@ -72,6 +72,7 @@ def take_over(store: ObjectStore, run: Path, fresh: bool, deadline: float = 0) -
 
     Args:
         fresh: whether the store's checkpoints are set aside.
+        resume: only "auto" makes a new directory the owner's run, because it alone resumes from the store.
         deadline: until when to wait for the end of a session that is alive, in time.monotonic() seconds.
 
     Raises:
@@ -91,10 +92,14 @@ def take_over(store: ObjectStore, run: Path, fresh: bool, deadline: float = 0) -
     if fresh:
         own.unlink(missing_ok=True)
     elif owner and owner["run"] != name:
+        text = f"checkpoint.mirror: {store.url} belongs to another run, the last time on {owner['host']}"
         if name or list_checkpoints(LocalFileSystem(), run / FOLDER):
             raise ConfigurationError(
-                f"checkpoint.mirror: {store.url} belongs to another run, the last time on {owner['host']}, and "
-                f"{run} has checkpoints of its own; choose another URL, or add --fresh to set both aside"
+                f"{text}, and {run} has checkpoints of its own; choose another URL, or add --fresh to set both aside"
+            )
+        if resume != "auto":
+            raise ConfigurationError(
+                f"{text}, which --resume {resume} does not continue; choose another URL, or continue it (--resume auto)"
             )
         write_bytes(own, [owner["run"].encode()])
 

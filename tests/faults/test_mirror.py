@@ -12,6 +12,8 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -438,6 +440,21 @@ def test_a_live_run_keeps_its_store_and_an_ended_one_leaves_it_to_its_own_run(ur
     mirror_of(url, other).start(10)
     with pytest.raises(ConfigurationError, match="belongs to another run"):
         take_over(store_at(url), elsewhere, fresh=False)
+
+
+@pytest.mark.parametrize("resume", ["none", "runs/first/checkpoints/step_00000010"])
+def test_a_new_directory_continues_the_stores_run_only_where_it_resumes_from_the_store(resume, url, tmp_path):
+    first = mirror_of(url, new_run(tmp_path / "first", 10))
+    first.start(10)
+    first.finish()
+    fork = new_run(tmp_path / "fork")
+    recipe: Any = SimpleNamespace(checkpoint=SimpleNamespace(mirror=url, best=None), output_dir=fork)
+    for _ in range(2):  # the first try leaves nothing that lets the second one in
+        with pytest.raises(ConfigurationError, match=f"to another run, .*--resume {resume} does not") as refused:
+            fetching.fetch(recipe, resume, fresh=False)
+        assert refused.value.exit_code == 2
+    fetching.fetch(recipe, "auto", fresh=False)
+    assert (fork / "checkpoints" / folder_name(10)).is_dir()
 
 
 @pytest.mark.parametrize("seen_by", ["its sign of life", "an upload", "the marker of an upload"])
