@@ -167,8 +167,8 @@ class RunDirectory:
             self._present.remove(stacks)
             self._aside = self._next_previous()
             os.rename(stacks, self._aside / stacks.name)
-        # until `set_aside` has moved them, a restart must not take the old checkpoints for its own
-        if fresh:
+        # until `begin` has moved them, a restart must not go on from the checkpoints that this start leaves behind
+        if fresh or inside:
             (self.path / STARTING_OVER).touch()
         else:
             (self.path / STARTING_OVER).unlink(missing_ok=True)
@@ -274,6 +274,7 @@ class RunDirectory:
         num_later, num_damaged = self._metrics.truncate(step, target, record)
         num_damaged += self._skipped.truncate(step, target)[1]
         num_damaged += self._watched.truncate(step, target)[1]
+        (self.path / STARTING_OVER).unlink(missing_ok=True)
         self.notice = f"resuming after step {step} in {self.path}; the earlier session's files are in {target}"
         if num_later:
             self.notice += f", with {num_later} steps after the checkpoint, which are repeated"

@@ -310,7 +310,8 @@ def _first_host(nodes: str) -> str:
         raise ConfigurationError(f"{text}; export MASTER_ADDR with its name") from error
 
 
-# A file in output_dir from the start of a --fresh run until the old checkpoints have been moved aside.
+# A file in output_dir from a start with --fresh, or with --resume and one of its own checkpoints, until the later ones
+# have been moved aside.
 STARTING_OVER = ".starting_over"
 
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -322,7 +323,7 @@ def is_restart(environ: Mapping[str, str]) -> bool:
 
 
 def continues_own_run(environ: Mapping[str, str], output_dir: str) -> bool:
-    """Whether this is a restart that finds checkpoints of its own run, not those that --fresh has yet to move aside."""
+    """Whether this is a restart that finds checkpoints of its own run, not those that it has yet to move aside."""
     folder = Path(output_dir)
     own = any((folder / "checkpoints").glob("step_*")) and not (folder / STARTING_OVER).exists()
     return is_restart(environ) and own

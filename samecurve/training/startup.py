@@ -241,12 +241,12 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
     trains = start.step < last_step
     if trains:
         _check_room(context, built, engine, checkpoints)
-    context.run.begin(start.step, start.record, context.watch.local_progress, trains)
     if context.world.is_main and recipe.checkpoint.mirror is not None:
         store = ObjectStore(recipe.checkpoint.mirror)
         mirror = Mirror(store, context.run.path, recipe.checkpoint.keep, log)
-        mirror.start(start.step)
+        mirror.start(start.step)  # first: a restart after `begin` resumes from the newest one of the store
         checkpoints.mirror = mirror
+    context.run.begin(start.step, start.record, context.watch.local_progress, trains)
     batches = StepBatches(
         task.train,
         recipe.seed,

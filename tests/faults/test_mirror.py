@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from tiny_recipes import make_recipe
 
 from samecurve.checkpoint import commit, mirror
 from samecurve.checkpoint import fetch as fetching
@@ -29,12 +30,15 @@ from samecurve.checkpoint.fetch import (
     read_sessions,
     take_over,
 )
+from samecurve.checkpoint.manager import TrainProgress
 from samecurve.checkpoint.manifest import MANIFEST, check_files, folder_name, list_checkpoints
 from samecurve.errors import CheckpointError, ConfigurationError, StorageError
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage import object_store
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.object_store import ObjectStore, Retries
+from samecurve.strategy.launchers import continues_own_run
+from samecurve.training.startup import open_run
 
 REQUESTS = ("ls", "cat_file", "rm_file", "pipe_file", "info", "open")
 WAYS = ("error", "lost", "cut", "flipped", "killed", "killed after")
@@ -316,6 +320,27 @@ def test_later_checkpoints_of_another_session_are_set_aside(url, tmp_path):
     commit_step(run, 20)  # until this session has reached the step, too
     mirror_of(url, run).catch_up()
     assert store_at(url).read(f"checkpoints/{folder_name(20)}/{mirror.SET_ASIDE}") is None
+
+
+def test_a_start_that_goes_back_does_so_in_the_store_before_it_does_locally(url, tmp_path, monkeypatch):
+    """Otherwise a restart in between would go on from the store's later checkpoint."""
+    run = new_run(tmp_path / "run", 10, 20)
+    directory = RunDirectory(run, resume=str(run / "checkpoints" / folder_name(10)))
+    recipe = make_recipe(tmp_path, "data.jsonl", steps=10, checkpoint={"mirror": url})
+    context: Any = SimpleNamespace(
+        recipe=recipe,
+        run=directory,
+        progress=SimpleNamespace(log=print),
+        world=SimpleNamespace(is_main=True),
+        watch=SimpleNamespace(local_progress=None),
+    )
+    monkeypatch.setattr(mirror.Mirror, "_sign", lambda *given, **options: (_ for _ in ()).throw(StorageError("down")))
+    nothing: Any = SimpleNamespace(task=None)
+    with pytest.raises(StorageError, match="down"):
+        open_run(context, nothing, nothing, nothing, TrainProgress(step=10))
+    directory.close()
+    assert len(list_checkpoints(LocalFileSystem(), run / "checkpoints")) == 2
+    assert not continues_own_run({"TORCHELASTIC_RESTART_COUNT": "1"}, str(run))
 
 
 def test_the_store_keeps_as_many_and_what_is_kept_locally(url, tmp_path):

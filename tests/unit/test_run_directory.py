@@ -463,6 +463,18 @@ def test_a_restart_of_one_that_starts_over_does_not_go_on_from_what_it_was_to_le
     assert continues_own_run(restart, str(tmp_path)) and not continues_own_run({}, str(tmp_path))
 
 
+def test_a_restart_of_one_that_goes_back_goes_back_too(tmp_path):
+    interrupted_run(tmp_path)
+    restart = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    chosen = str(tmp_path / "checkpoints" / "step_00000002")
+    run = RunDirectory(tmp_path, resume=chosen)
+    run.close()  # it died before it began
+    assert not continues_own_run(restart, str(tmp_path))
+    run = RunDirectory(tmp_path, resume=chosen)
+    run.begin(2, {})
+    assert continues_own_run(restart, str(tmp_path))
+
+
 def test_stacks_of_an_earlier_session_are_not_mixed_with_this_ones(tmp_path):
     interrupted_run(tmp_path)
     for text in ("of the first", "of the second"):
