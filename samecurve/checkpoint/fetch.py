@@ -71,7 +71,7 @@ def take_over(store: ObjectStore, run: Path, fresh: bool, resume: str = "auto", 
     lock. A session of the run elsewhere, in a copy of the directory or on another host, may be alive.
 
     Args:
-        fresh: whether the store's checkpoints are set aside.
+        fresh: whether the store's checkpoints are set aside, by another run than the owner's, see `Mirror.start`.
         resume: only "auto" makes a new directory the owner's run, because it alone resumes from the store.
         deadline: until when to wait for the end of a session that is alive, in time.monotonic() seconds.
 
@@ -89,9 +89,8 @@ def take_over(store: ObjectStore, run: Path, fresh: bool, resume: str = "auto", 
                 f"was lost counts for {LIVE_SECONDS:.0f} s)"
             )
         time.sleep(POLL_SECONDS)
-    if fresh:
-        own.unlink(missing_ok=True)
-    elif owner and owner["run"] != name:
+    # the last session is the owner under another name if `Mirror.start` with fresh was killed
+    if not fresh and owner and owner["run"] != name and [owner["session"]] != sessions[-1:]:
         text = f"checkpoint.mirror: {store.url} belongs to another run, the last time on {owner['host']}"
         if name or list_checkpoints(LocalFileSystem(), run / FOLDER):
             raise ConfigurationError(

@@ -85,8 +85,11 @@ class Mirror:
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of the records as they were sent
         self.uploading = ""
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, fresh: bool = False) -> None:
         """Set aside the store's checkpoints after `step`, which this session does not continue, and begin to upload.
+
+        Args:
+            fresh: begin another run, which a copy of this directory does not continue.
 
         Raises:
             StorageError: the store does not answer, or the run directory cannot be written.
@@ -94,10 +97,13 @@ class Mirror:
         own = self._run / OWN_NAME
         with storage_errors(own):
             name, *sessions = read_sessions(own)
-            self._owner = name or uuid.uuid4().hex
+            self._owner = uuid.uuid4().hex if fresh or not name else name
+            sessions.append(self._session)
             # before the store has it: a session that is killed in between must not take itself for another one
-            write_bytes(own, ["\n".join((self._owner, *sessions, self._session)).encode()])
-        self._sign(live=True)
+            write_bytes(own, ["\n".join((name or self._owner, *sessions)).encode()])
+            self._sign(live=True)
+            # after it: a fresh start that the store refuses must not cost the run here its claim
+            write_bytes(own, ["\n".join((self._owner, *sessions)).encode()])
         for name in committed(self._store):
             if step_of(Path(name)) > step:
                 key = f"{FOLDER}/{name}"

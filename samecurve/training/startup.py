@@ -242,9 +242,9 @@ def open_run(context: Context, built: Built, engine: Engine, checkpoints: Checkp
     if trains:
         _check_room(context, built, engine, checkpoints)
     if context.world.is_main and recipe.checkpoint.mirror is not None:
-        store = ObjectStore(recipe.checkpoint.mirror)
-        mirror = Mirror(store, context.run.path, recipe.checkpoint.keep, log)
-        mirror.start(start.step)  # first: a restart after `begin` resumes from the newest one of the store
+        mirror = Mirror(ObjectStore(recipe.checkpoint.mirror), context.run.path, recipe.checkpoint.keep, log)
+        # before `begin`, after which a restart resumes from the newest one of the store
+        mirror.start(start.step, context.plan.fresh)
         checkpoints.mirror = mirror
     context.run.begin(start.step, start.record, context.watch.local_progress, trains)
     batches = StepBatches(

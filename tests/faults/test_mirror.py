@@ -332,6 +332,7 @@ def test_a_start_that_goes_back_does_so_in_the_store_before_it_does_locally(url,
         run=directory,
         progress=SimpleNamespace(log=print),
         world=SimpleNamespace(is_main=True),
+        plan=SimpleNamespace(fresh=False),
         watch=SimpleNamespace(local_progress=None),
     )
     monkeypatch.setattr(mirror.Mirror, "_sign", lambda *given, **options: (_ for _ in ()).throw(StorageError("down")))
@@ -465,6 +466,26 @@ def test_a_live_run_keeps_its_store_and_an_ended_one_leaves_it_to_its_own_run(ur
     mirror_of(url, other).start(10)
     with pytest.raises(ConfigurationError, match="belongs to another run"):
         take_over(store_at(url), elsewhere, fresh=False)
+
+
+def test_a_refused_fresh_start_leaves_the_run_its_store(url, tmp_path, monkeypatch):
+    run, copy = new_run(tmp_path / "run", 10), tmp_path / "copy"
+    first = mirror_of(url, run)
+    first.start(10)
+    first.finish()
+    shutil.copytree(run, copy)
+    take_over(store_at(url), run, fresh=True)  # then its data was refused
+    take_over(store_at(url), run, fresh=False)
+    for how in ("killed", "killed after"):
+        for at in range(3):  # of the requests that make it the owner
+            with pytest.raises(Killed):
+                mirror_of(url, run, Breaking(how, at)).start(0, fresh=True)
+            take_over(store_at(url), run, fresh=False)
+    mirror_of(url, run).start(0, fresh=True)
+    take_over(store_at(url), run, fresh=True)  # a restart, while the session before it counts as alive
+    monkeypatch.setattr(fetching, "LIVE_SECONDS", 0)
+    with pytest.raises(ConfigurationError, match="belongs to another run"):
+        take_over(store_at(url), copy, fresh=False)
 
 
 @pytest.mark.parametrize("resume", ["none", "runs/first/checkpoints/step_00000010"])
