@@ -31,7 +31,7 @@ from samecurve.strategy.launchers import is_restart
 if TYPE_CHECKING:
     from samecurve.config.schema import Recipe
 
-FOLDER = "checkpoints"
+FOLDER, MODEL = "checkpoints", "model"
 OWNER, OWN_NAME = "owner.json", ".mirror_owner"
 LIVE_SECONDS, POLL_SECONDS = 180.0, 5.0  # three of the owner's signs of life; hosts' clocks differ by less
 # Records that a session on another machine continues. The last one shows whether they have been fetched already, see
@@ -77,7 +77,7 @@ def take_over(store: ObjectStore, run: Path, fresh: bool, resume: str = "auto", 
 
     Raises:
         ConfigurationError: a session of another directory is alive there, or this run directory does not continue the
-            store's run.
+            store's run, or it would start over where the model of another directory is.
     """
     own = run / OWN_NAME
     name, *sessions = read_sessions(own)
@@ -89,6 +89,11 @@ def take_over(store: ObjectStore, run: Path, fresh: bool, resume: str = "auto", 
                 f"was lost counts for {LIVE_SECONDS:.0f} s)"
             )
         time.sleep(POLL_SECONDS)
+    if fresh and owner and owner["session"] not in sessions and store.folders(MODEL):
+        raise ConfigurationError(
+            f"checkpoint.mirror: {store.url} has the trained model of a run on {owner['host']}, which a new run would "
+            "replace; choose another URL"
+        )
     # the last session is the owner under another name if `Mirror.start` with fresh was killed
     if not fresh and owner and owner["run"] != name and [owner["session"]] != sessions[-1:]:
         text = f"checkpoint.mirror: {store.url} belongs to another run, the last time on {owner['host']}"

@@ -33,6 +33,7 @@ from samecurve.checkpoint.fetch import (
     FOLDER,
     HISTORY,
     LIVE_SECONDS,
+    MODEL,
     OWN_NAME,
     OWNER,
     best_name,
@@ -58,7 +59,7 @@ from samecurve.storage.object_store import ObjectStore
 SIGN_SECONDS = LIVE_SECONDS / 3
 SET_ASIDE = "COMMITTED.set_aside"
 LOST = "this one uploads no more, and keeps its checkpoints locally"
-RECORDS = (*HISTORY, "checkpoints/best.json", "tensorboard", "trackers", "profile", "model")
+RECORDS = (*HISTORY, "checkpoints/best.json", "tensorboard", "trackers", "profile", MODEL)
 
 
 class Mirror:
@@ -190,6 +191,9 @@ class Mirror:
         self._check_owner()
         best = best_name(self._store)  # of an earlier session elsewhere, before this one's own replaces it
         self._upload_records(RECORDS)
+        if model := {path.name for path in self._run.glob(f"{MODEL}/*")}:
+            for name in self._store.sizes(MODEL).keys() - model:  # of an earlier model, which was in other files
+                self._store.remove(f"{MODEL}/{name}")
         kept = {best} | {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}
         kept |= set(committed(self._store)[: self._keep])
         for name in set(step_names(self._store)) - kept:

@@ -444,6 +444,41 @@ def test_records_are_uploaded_when_they_have_changed(tmp_path, url, monkeypatch)
     assert store_at(url).read("metrics.jsonl") == b"1\n2\n"
 
 
+def test_a_model_replaces_all_of_an_earlier_one(tmp_path, url):
+    """Readers take model.safetensors where both it and an index are there."""
+    run = new_run(tmp_path / "run", 1)
+    for names in (("config.json", "model.safetensors"), ("config.json", "model.safetensors.index.json", "1_Pooling/a")):
+        shutil.rmtree(run / "model", ignore_errors=True)
+        for name in names:
+            (run / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+            (run / "model" / name).write_text(name)
+        mirror_of(url, run).catch_up()
+        assert sorted(store_at(url).folders("model")) == sorted(name.partition("/")[0] for name in names)
+    shutil.rmtree(run / "model")  # as the next session begins
+    mirror_of(url, run).catch_up()
+    assert len(store_at(url).folders("model")) == 3
+
+
+def test_only_the_directory_that_has_a_model_starts_over_beside_its_copy(tmp_path, url):
+    """Which moves it to previous/. From another one it would be lost."""
+    run, other = new_run(tmp_path / "run", 10), new_run(tmp_path / "other")
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    finished = mirror_of(url, run)
+    finished.start(10)
+    finished.finish()
+    for continues in (False, True):
+        if continues:
+            take_over(store_at(url), other, fresh=False)  # the model was not fetched
+        with pytest.raises(ConfigurationError, match="has the trained model .*; choose another URL") as refused:
+            take_over(store_at(url), other, fresh=True)
+        assert refused.value.exit_code == 2
+    shutil.rmtree(run / "model")
+    for _ in range(2):  # the second one is a restart
+        take_over(store_at(url), run, fresh=True)
+        mirror_of(url, run).start(0, fresh=True)
+
+
 def test_a_live_run_keeps_its_store_and_an_ended_one_leaves_it_to_its_own_run(url, tmp_path, monkeypatch):
     first = mirror_of(url, new_run(tmp_path / "first", 10))
     take_over(store_at(url), tmp_path / "first", fresh=False)
