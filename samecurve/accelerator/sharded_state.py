@@ -372,8 +372,9 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Iterabl
     own = getattr(optimizer, "empty_state", None)  # of samecurve.optim's classes
     empty = own(parameter) if own is not None else {name: torch.zeros_like(parameter) for name in names}
     if own is None and "exp_avg_sq" in empty:  # only Adam's bias correction counts steps
-        # the fused kernel needs the counter on the weight's device, the others on the CPU
-        device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+        # fused and capturable kernels need the counter on the weight's device, the others on the CPU
+        near = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+        device = parameter.device if near else "cpu"
         is_int = type(optimizer).__name__ == "DeepSpeedCPUAdam"
         empty = {"step": 0 if is_int else torch.tensor(0.0, dtype=torch.float32, device=device), **empty}
     made = {**state, **empty}

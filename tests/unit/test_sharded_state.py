@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from samecurve.accelerator.sharded_state import DTensorShards
+from samecurve.accelerator.sharded_state import DTensorShards, state_of
 from samecurve.config.schema import Optimizer
 from samecurve.interfaces.region import Region
 from samecurve.optim.factory import build_optimizer, factor_shapes, state_names
@@ -74,6 +74,14 @@ def test_reading_before_the_first_update_gives_zeros_and_leaves_no_state():
     moments = [tensor for _, kind, tensor in state.visit() if kind != "weight"]
     assert len(moments) == 4 and not any(tensor.any() for tensor in moments)
     assert not optimizer.state
+
+
+@pytest.mark.parametrize(("setting", "device"), [("fused", "meta"), ("capturable", "meta"), ("foreach", "cpu")])
+def test_adams_counter_is_where_its_kernel_reads_it(setting, device):
+    parameter = nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.defaults[setting] = True  # Adam itself refuses some without a GPU
+    assert state_of(optimizer, parameter, ("exp_avg", "exp_avg_sq"), create=True)["step"].device.type == device
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, KAHAN])
