@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from samecurve.accelerator.portable_values import decode, encode
 from samecurve.accelerator.prepared_state import PreparedState
 from samecurve.checkpoint import commit, format, manifest
-from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, read_state
+from samecurve.checkpoint.resume import FORMAT, STATE, CheckpointSelector, check_readable, read_state
 from samecurve.checkpoint.snapshot import BUFFER, Snapshot, generators_of, restore
 from samecurve.distributed.control_group import ARRIVE_SECONDS, ControlGroup
 from samecurve.errors import CheckpointError, ConfigurationError
@@ -151,7 +151,7 @@ class States(accelerate.Accelerator):
         state |= {"recipe": {}, "strategy": self.distributed_type.value, "world_size": world.size, "model": {}}
         state |= {"versions": {"torch": torch.__version__, "accelerate": accelerate.__version__}, "data": {"rows": ""}}
         state |= {"time": utc_timestamp(), "script": script}
-        snapshot = Snapshot(live)
+        snapshot, text = Snapshot(live), json.dumps(state).encode()
         taken = snapshot.take(copy=False, whole=tensors if world.is_main else {})
 
         def write(folder: Path) -> tuple:
@@ -165,13 +165,14 @@ class States(accelerate.Accelerator):
             return wrote
 
         def prepare() -> None:
+            check_readable(text, script["values"])
             with storage_errors(final):
                 make_durable_folder(final.parent)
                 commit.recover(_FILES, final)
 
         world.on_main(prepare)
         num_bytes = sum(entry.nbytes for entry in taken[0])
-        small_files = partial(snapshot.small_files, json.dumps(state).encode())
+        small_files = partial(snapshot.small_files, text)
         content = commit.Content(live.updates, num_bytes, write, small_files, final.name, names)
         commit.commit(_FILES, final.parent, content, world.conclude, world.rank)
 

@@ -20,7 +20,7 @@ from samecurve.config.documents import Document
 from samecurve.errors import CheckpointError
 from samecurve.storage.fault_points import fault_point
 from samecurve.storage.filesystem import next_free
-from samecurve.storage.records import COUNT, read_record
+from samecurve.storage.records import COUNT, MOST_BYTES, count_levels, parse, read_record
 
 if TYPE_CHECKING:
     from samecurve.distributed.control_group import ControlGroup
@@ -188,6 +188,26 @@ def state_problems(folder: Path) -> list[str]:
     """List what is wrong with state.json besides its hash: [] or one problem."""
     problem = read_record(folder / STATE, _SCHEMA).problem
     return [f"{STATE}: {problem}"] if problem else []
+
+
+def check_readable(state: bytes, values: dict) -> None:
+    """Check that `read_state` will read a script's state.json.
+
+    Args:
+        state: the file's content.
+        values: the part of it that the script's objects gave, by their names.
+
+    Raises:
+        CheckpointError: the file would be too large or too deep; names the object with the most of it.
+    """
+    too_large = len(state) > MOST_BYTES
+    problem = f"larger than {MOST_BYTES:,} bytes" if too_large else parse(state, _SCHEMA)[1].removeprefix("damaged: ")
+    if problem:
+        sizes = {label: len(json.dumps(value)) if too_large else count_levels(value) for label, value in values.items()}
+        raise CheckpointError(
+            f"{STATE} could not be read again: {problem}, most of them in {max(sizes, key=sizes.__getitem__)}; let its "
+            "state_dict return tensors or arrays instead of long or deep lists"
+        )
 
 
 # Recipe keys that may not change. The contents of model and data are compared directly (interfaces/task.py), so

@@ -99,13 +99,18 @@ def parse(content: bytes, schema: Any = dict) -> tuple[Any, str]:
         except ValueError as error:
             return None, f"damaged: not JSON ({error})"
     problem = mismatch(value, schema)
-    if not problem and content.count(b"[") + content.count(b"{") > MOST_LEVELS:
-        level, num_levels = [value], 0
-        while level := [item for item in level if isinstance(item, (dict, list))]:
-            num_levels += 1
-            level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-        problem = f"damaged: more than {MOST_LEVELS} levels of brackets" if num_levels > MOST_LEVELS else ""
+    if not problem and content.count(b"[") + content.count(b"{") > MOST_LEVELS and count_levels(value) > MOST_LEVELS:
+        problem = f"damaged: more than {MOST_LEVELS} levels of brackets"
     return (None, problem) if problem else (value, "")
+
+
+def count_levels(value: Any) -> int:
+    """Count how deep lists and objects are inside of one another."""
+    level, num_levels = [value], 0
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        num_levels += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return num_levels
 
 
 def mismatch(value: Any, schema: Any, key: str = "") -> str:

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections import Counter, OrderedDict
+from functools import reduce
 
 import accelerate
 import numpy as np
@@ -165,6 +166,8 @@ def test_names_are_those_of_the_plain_model(tmp_path):
         ({"a": np.array(["text"])}, r"\.a: found numpy\.ndarray of <U4"),
         ({"a": torch.zeros(1, dtype=torch.complex64)}, r"\.a: found torch\.Tensor of torch\.complex64"),
         ({"a": lambda: None}, r"\.a: found builtins\.function"),
+        ({"a": "x" * 2**26}, r"larger than 67,108,864 bytes, most of them in registered object 1; let its state_dict"),
+        (reduce(lambda inner, _: [inner], range(98), []), r"more than 100 levels .* in registered object 1; let its"),
     ],
 )
 def test_what_no_checkpoint_can_hold_is_named(value, complaint, tmp_path):
