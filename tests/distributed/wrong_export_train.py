@@ -21,8 +21,8 @@ CHANGES = {"epsilon": {"rms_norm_eps": 0.01}, "family": {"model_type": "unheard_
 intact = hf_export._write_config
 
 
-def write_wrong_config(skeleton, directory: Path, dtype) -> None:
-    intact(skeleton, directory, dtype)
+def write_wrong_config(skeleton, directory: Path, target, **options) -> None:
+    intact(skeleton, directory, target, **options)
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | CHANGES[os.environ["SAMECURVE_WRONG_EXPORT"]]))
 
