@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from samecurve.checkpoint import commit
 from samecurve.checkpoint.manifest import check_files, folder_name, list_checkpoints
-from samecurve.checkpoint.resume import FORMAT, CheckpointSelector, read_state, state_problems
+from samecurve.checkpoint.resume import FORMAT, CheckpointSelector, comparable, read_state, state_problems
 from samecurve.checkpoint.snapshot import Snapshot, Taken, generators_of, restore
 from samecurve.errors import CheckpointError, NumericError, StorageError
 from samecurve.specs.tasks import BETTER
@@ -129,7 +129,7 @@ class Checkpoints:
         generators: restore the random generators too, or seed them anew if their layout has changed.
         Raises CheckpointError on all ranks if model and checkpoint differ, on one rank if its part cannot be read.
         """
-        saved = self._world.on_main(lambda: read_state(folder))
+        saved = comparable(self._world.on_main(lambda: read_state(folder)), self._facts)
         restore(folder, engine, saved, self._world, self._recipe.seed if generators else None, self._busy)
         return TrainProgress(**{key: saved[key] for key in TrainProgress.__dataclass_fields__ if key in saved})
 
@@ -158,7 +158,7 @@ class Checkpoints:
         self.wait()
         metric, folder = self._settings.best, self._run.checkpoints
         assert metric is not None  # a rule of the configuration
-        best = self._world.on_main(lambda: find_best(self._files, folder, metric))
+        best = self._world.on_main(lambda: find_best(self._files, folder, metric, self._facts))
         last = "set export.checkpoint=last to export the last step"
         if best is None:
             raise CheckpointError(f"{folder}: no checkpoint has {metric} (checkpoint.best); {last}")
@@ -289,7 +289,7 @@ class Checkpoints:
             return
         try:
             metric = self._settings.best
-            best = find_best(self._files, self._run.checkpoints, metric) if metric else None
+            best = find_best(self._files, self._run.checkpoints, metric, self._facts) if metric else None
             # the one that is known to be good, until this session has written as many as are kept
             resumed_from = self.resumed_from if self._num_commits < self._settings.keep else None
             protected = {folder.name for folder in (resumed_from, best) if folder is not None}
@@ -303,16 +303,18 @@ class Checkpoints:
             self._log(f"could not remove all old checkpoints in {self._run.checkpoints}: {problem}")
 
 
-def find_best(fs: FileSystem, directory: Path, metric: str) -> Path | None:
+def find_best(fs: FileSystem, directory: Path, metric: str, facts: dict) -> Path | None:
     """Find the good checkpoint with the best value of the metric; None if none has the metric. For rank 0.
 
+    Values of another evaluation than that of `facts` (see Checkpoints) do not count.
     best.json in `directory` gets its name and the value.
     """
     values = {}
     for folder in list_checkpoints(fs, directory):
         # hashes state.json, which has the metric, but not the weights: this follows every save
-        damaged = check_files(fs, folder, small_only=True)
-        value = None if damaged or state_problems(folder) else read_state(folder)["record"].get(metric)
+        if check_files(fs, folder, small_only=True) or state_problems(folder):
+            continue
+        value = comparable(read_state(folder), facts)["record"].get(metric)
         if value is not None and is_number(value):
             values[folder] = value
     if not values:

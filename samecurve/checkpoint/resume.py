@@ -48,6 +48,7 @@ _SCHEMA = {
     "own_code?": dict,
     "model": dict,
     "data": {"rows": str},
+    "evaluation?": (str, None),
     "adapter?": (dict, None),
     "frozen?": (dict, None),
     "reference?": (str, dict, None),
@@ -305,7 +306,7 @@ def without_effect(saved: dict, now: dict) -> list[str]:
 
 
 def changes(saved: dict, now: dict) -> list[str]:
-    """List the allowed changes: recipe keys, strategy, number of processes, versions, own code.
+    """List the allowed changes: recipe keys, strategy, number of processes, versions, own code, validation rows.
 
     Arguments as in `refusals`.
     """
@@ -319,7 +320,18 @@ def changes(saved: dict, now: dict) -> list[str]:
     common = _shared(saved["model"], now["model"])[0].keys()
     for key in sorted((saved["model"].keys() | now["model"].keys()) - common):
         allowed.append(f"model.{key}: known to only one of the two versions of transformers")
+    if saved.get("evaluation") != now.get("evaluation"):
+        text = "not the checkpoint's rows, or in other batches; checkpoint.best and evaluate.patience start anew"
+        allowed.append(f"evaluation: {text}")
     return allowed
+
+
+def comparable(saved: dict, now: dict) -> dict:
+    """Return `saved` without metrics and early stopping if these are of another evaluation. Arguments as above."""
+    if saved.get("evaluation") == now.get("evaluation"):
+        return saved
+    record = {key: value for key, value in saved["record"].items() if not key.startswith("eval_")}
+    return saved | {"record": record, "stopping": {}}
 
 
 def _shared(before: dict, after: dict) -> tuple[dict, dict]:

@@ -126,6 +126,9 @@ def resume_identity(
     fixed = {"count": len(still), "names": hashlib.sha256("\n".join(still).encode()).hexdigest()} if still else None
     if fixed and base and not recipe.adapter.name:
         fixed["weights"] = base
+    evaluation = None if task.validation is None else task.validation.fingerprint
+    if evaluation and task.context is not None:  # the loss is computed on batches, whose size changes the value
+        evaluation = f"{evaluation} {recipe.batch.global_batch_size}"
     adapter = recipe.adapter.model_dump() | {"base_model": base, "path": start_of(recipe.adapter)}
     return {
         "recipe": recipe.model_dump(),
@@ -136,6 +139,8 @@ def resume_identity(
         "versions": versions(),
         "own_code": own_code.hashes(recipe),
         **known,
+        # the validation rows: metrics of others are not compared
+        "evaluation": evaluation,
         "frozen": fixed,
         # layers and sizes of its matrices, and weights by their content and not by their path
         "adapter": adapter if recipe.adapter.name else None,

@@ -15,7 +15,7 @@ from samecurve.checkpoint import commit
 from samecurve.checkpoint.manager import Checkpoints, TrainProgress
 from samecurve.checkpoint.manifest import list_checkpoints
 from samecurve.checkpoint.mirror import Mirror
-from samecurve.checkpoint.resume import read_state, without_effect
+from samecurve.checkpoint.resume import comparable, read_state, without_effect
 from samecurve.data.batches import StepBatches
 from samecurve.data.row_checks import write_bad_rows
 from samecurve.distributed.control_group import ControlGroup, StopVote
@@ -151,7 +151,7 @@ def check_work(run: RunDirectory, recipe: Recipe, saved: dict, identity: dict) -
         NothingToDo: the same command has already completed.
         ConfigurationError: keys have changed, which without a step would only change what the run says of itself.
     """
-    early_stopping = EarlyStopping(recipe, saved.get("stopping", {}))
+    early_stopping = EarlyStopping(recipe, comparable(saved, identity).get("stopping", {}))
     if saved["step"] < recipe.steps and not early_stopping.is_over:
         return rate_change(recipe, saved)
     where = f"nothing to do: {run.path} is at step {saved['step']} of {recipe.steps}"
@@ -209,7 +209,7 @@ def restore(context: Context, engine: Engine, checkpoints: Checkpoints) -> Train
 def make_up_evaluation(
     context: Context, built: Built, engine: Engine, checkpoints: Checkpoints, start: TrainProgress
 ) -> TrainProgress:
-    """Evaluate after the checkpoint's step if the last session has not, because that failed. Collective.
+    """Evaluate after the checkpoint's step if that failed in the last session, or was on other rows. Collective.
 
     Returns:
         The position, with the metrics in the step's record.
@@ -219,7 +219,7 @@ def make_up_evaluation(
     is_due = due(start.step, recipe.evaluate.every_steps, recipe.steps)
     if validation is None or not (is_own and is_due) or "eval_loss" in start.record:
         return start
-    context.progress.log(f"evaluating after step {start.step} first, as the last session did not")
+    context.progress.log(f"evaluating after step {start.step} first: its metrics are missing, or of other rows")
     stopping = EarlyStopping(recipe, start.stopping)
     metrics = context.evaluate(validation, engine, built.task, start.step, stopping)
     start = replace(start, record=start.record | metrics, stopping=stopping.state)

@@ -64,3 +64,27 @@ def test_the_run_ends_and_exports_its_best_step(workspace, whole, expected, tmp_
 def test_a_resumed_run_goes_on_counting(strategy, workspace, whole, expected, tmp_path):
     run = workspace.resume(whole, expected[0], strategy, 2, *STOPS)
     check(run, whole, *expected, tmp_path)
+
+
+def test_other_validation_rows_are_compared_with_themselves(workspace):
+    """The first session evaluates what it trains on, the second characters that no document has."""
+    other, seen = workspace.folder / "other.jsonl", workspace.folder / "seen.jsonl"
+    seen.write_bytes((workspace.folder / "documents.jsonl").read_bytes())
+    other.write_text(json.dumps({"text": "\u20ac\u00a7\u00df\u0416" * 20}) + "\n")
+    every_step = ("data.validation_fraction=0", "evaluate.every_steps=1", "checkpoint.every_steps=1")
+    every_step = (*every_step, "checkpoint.best=eval_loss", "export.enabled=false")
+    first = workspace.run(None, 1, *every_step, "steps=6", f"evaluate.path={seen}")
+    assert first.returncode == 0 and first.metrics, first.output
+    given = [f"output_dir={first.directory}", *every_step, "steps=8", f"evaluate.path={other}"]
+    run = workspace.execute(["fork", "0", "0", "train.py", str(workspace.recipe), *given], first.directory)
+    assert run.returncode == 0, run.output
+    assert run.output.count("changed: evaluation: ") == run.output.count("evaluating after step 6 first") == 1
+    states = {step: json.loads((run.checkpoint(step) / "state.json").read_text()) for step in (6, 7, 8)}
+    losses = {step: state["record"]["eval_loss"] for step, state in states.items()}
+    best = min(losses, key=losses.__getitem__)
+    assert losses[best] > first.metrics[-1]["eval_loss"]  # which would be better than all of them
+    assert json.loads((run.directory / "checkpoints" / "best.json").read_text()) == {
+        "checkpoint": run.checkpoint(best).name,
+        "eval_loss": losses[best],
+    }
+    assert (states[8]["stopping"]["step"], states[8]["stopping"]["value"]) == (best, losses[best])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from samecurve.checkpoint.resume import CheckpointSelector, changes, refusals, without_effect
+from samecurve.checkpoint.resume import CheckpointSelector, changes, comparable, refusals, without_effect
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import CheckpointError
 from samecurve.storage.filesystem import LocalFileSystem, next_free
@@ -45,6 +45,15 @@ def test_values_of_an_earlier_strategys_file_are_not_lost():
     given = {**after, "given": ["epochs"], "from_strategy": {"optimizer.learning_rate": "other.json:3"}}
     assert refusals(before, given) == []
     assert refusals(before, now(from_strategy=OF_FILE)) == []
+
+
+def test_metrics_of_other_validation_rows_are_not_compared():
+    before = {**SAVED, "evaluation": "abc", "record": {"loss": 2.0, "eval_loss": 1.0}, "stopping": {"value": 1.0}}
+    assert comparable(before, {**SAVED, "evaluation": "abc"}) == before
+    other = {**SAVED, "evaluation": "def"}
+    assert comparable(before, other) == {**before, "record": {"loss": 2.0}, "stopping": {}}
+    (line,) = changes(before, other)
+    assert line.startswith("evaluation: ") and refusals(before, other) == []
 
 
 def test_nothing_changed():

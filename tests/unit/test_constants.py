@@ -82,7 +82,7 @@ def test_a_run_resumes_with_the_same_constants_only(stored, monkeypatch):
     made = Recipe.model_validate(content | {"batch": {"global_batch_size": 1, "sequence_length": 16}})
     plan = SimpleNamespace(recipe=made, from_strategy={}, strategy=SimpleNamespace(name="single", world_size=1))
     rows = SimpleNamespace(fingerprint="x", shares=())
-    task = SimpleNamespace(train=rows, vocabulary_size=100, origin="", has_reference=False)
+    task = SimpleNamespace(train=rows, validation=None, vocabulary_size=100, origin="", has_reference=False)
     task.special_tokens, task.head = None, CAUSAL
     counted = Mock(side_effect=weight_files)
     monkeypatch.setattr(pretrained, "weight_files", counted)

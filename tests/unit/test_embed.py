@@ -33,6 +33,7 @@ from samecurve.interfaces.engine import EvalResult
 from samecurve.losses import contrastive
 from samecurve.models import weights
 from samecurve.models.skeleton import build_skeleton
+from samecurve.run.metadata import resume_identity
 from samecurve.tasks import registry
 from samecurve.training import settle
 
@@ -228,6 +229,19 @@ def test_metrics_by_hand(tmp_path):
     }
     with pytest.raises(DataError, match="5 validation rows were evaluated, but the data have 4"):
         task.metrics(EvalResult(math.nan, 5, features=filled))
+
+
+def test_a_loss_over_other_batches_is_another_evaluation(tmp_path):
+    def evaluation(size: int, **evaluate: object) -> str | None:
+        batch = {"global_batch_size": size, "sequence_length": 8}
+        recipe = made(tmp_path, ROWS * 2, batch=batch, evaluate=evaluate)
+        strategy = SimpleNamespace(name="single", world_size=1)
+        plan, task = SimpleNamespace(recipe=recipe, from_strategy={}, strategy=strategy), registry.load_task(recipe)
+        return resume_identity(plan, skeleton(recipe, task), task)["evaluation"]
+
+    path = str(jsonl(tmp_path / "held_out.jsonl", *ROWS[:2]))
+    assert evaluation(2) is None
+    assert evaluation(2, path=path) == evaluation(2, path=path) != evaluation(4, path=path)
 
 
 A = {"anchor": "a", "positive": "p", "negative": "n"}
