@@ -90,7 +90,7 @@ def train(session) -> None:
             here = TrainProgress(step, updates, batches.samples, meter.state, record, batches.anchor, stopping)
             checkpoints.resumable_at = here  # an evaluation adds to its record and its stopping
             if session.validation and due(step, recipe.evaluate.every_steps, recipe.steps):
-                record |= session.evaluate(step)
+                session.evaluate(record)
 
             is_last = session.is_last(step)
             if checkpoints.due(step, is_last) and not guard.is_pending:

@@ -193,22 +193,22 @@ class Session:
         self.meter.restart_clock()  # loading belongs to no step's time
         return position.updates
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate on the validation rows and print the metrics. Collective."""
+    def evaluate(self, record: dict) -> None:
+        """Evaluate on the validation rows, and print the metrics and add them to the step's record. Collective."""
         assert self.validation is not None
-        evaluated = self.context.evaluate(self.validation, self.engine, self.built.task, step, self.early_stopping)
+        step = record["step"]
+        # added before the samples: should these fail, a resumed run must not evaluate and count the step again
+        record |= self.context.evaluate(self.validation, self.engine, self.built.task, step, self.early_stopping)
         context, rows, count = self.context, self.built.task.validation, self.context.recipe.evaluate.samples
         if count and rows is not None:
             tokenizer, file = self.built.task.tokenizer, JsonlFile(context.run.path / SAMPLES)
+            part = next(part for part in rows.parts if len(part))  # a mixture's sources may hold out nothing
             with uncompiled(context.recipe):
-                texts = write_samples(
-                    self.engine, rows.parts[0], count, tokenizer, context.world, context.watch.progress
-                )
+                texts = write_samples(self.engine, part, count, tokenizer, context.world, context.watch.progress)
             for prompt, text in texts if context.world.is_main else ():
                 file.append({"step": step, "prompt": prompt, "text": text})
                 context.progress.log(f"sample after step {step}: {prompt[-60:]!r} -> {text[:120]!r}")
         self.meter.restart_clock()
-        return evaluated
 
     def advise(self, record: dict) -> None:
         """Print what the step's record says about the data loading and the measurements, once each."""

@@ -22,6 +22,7 @@ from samecurve.errors import CheckpointError, DataError, NumericError, Preempted
 from samecurve.optim.factory import build_optimizer, state_names
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage.filesystem import PIECE_BYTES, LocalFileSystem
+from samecurve.training import session as session_module
 from samecurve.training.session import Session
 
 EVERY, LOOK = 8, 2  # a quarter of the steps after a save it is seen whether that failed
@@ -190,6 +191,27 @@ def a_session(engine, checkpoints, lines, is_pending, **parts) -> Session:
     parts |= {"context": context, "engine": engine, "checkpoints": checkpoints, "stop_vote": StopVote(context.world)}
     parts["guard"] = SimpleNamespace(is_pending=is_pending)
     return Session(**dict.fromkeys(Session.__dataclass_fields__) | parts)
+
+
+def test_samples_are_of_rows_that_exist_and_do_not_undo_an_evaluation(engine, make, tmp_path, monkeypatch):
+    """The evaluation has been counted for evaluate.patience, so that its metrics have to be in the record by then."""
+
+    def out_of_memory(_, rows, *others):
+        assert rows == ["held out"]
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(session_module, "write_samples", out_of_memory)
+    task = SimpleNamespace(validation=SimpleNamespace(parts=([], ["held out"])), tokenizer=None)
+    session = a_session(engine, make(), [], False, built=SimpleNamespace(task=task), validation=object())
+    session.context.recipe.evaluate = SimpleNamespace(samples=2)
+    session.context.recipe.compile = "off"
+    session.context.run = SimpleNamespace(path=tmp_path)
+    session.context.watch.progress = None
+    session.context.evaluate = lambda *_: {"eval_loss": 2.0}
+    record = {"step": 3}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        session.evaluate(record)
+    assert record == {"step": 3, "eval_loss": 2.0}
 
 
 @pytest.mark.parametrize("is_pending", [False, True])
