@@ -74,7 +74,9 @@ def train(session) -> None:
             checkpoints.resumable_at = None
             result = engine.step(micro_batches, rate)  # samecurve/engines/accelerated.py
             updates += result.applied
-            record = meter.step(step, result, rate, batches.samples, batches.last_wait_seconds, batches.num_inputs)
+            width_share = micro_batches[0].width / recipe.batch.sequence_length
+            waited, num_inputs = batches.last_wait_seconds, batches.num_inputs
+            record = meter.step(step, result, rate, batches.samples, waited, num_inputs, width_share)
             record |= {"skipped_steps": step - updates} | task.step_metrics(result)
             record |= session.recompilations.record(step)
             progress.step(record, meter.smoothed_loss)

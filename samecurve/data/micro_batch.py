@@ -181,6 +181,11 @@ class MicroBatch:
         return self.targets["labels"]
 
     @property
+    def width(self) -> int:
+        """Tokens per sequence, with padding."""
+        return self.inputs["input_ids"].shape[-1]
+
+    @property
     def is_by_token(self) -> bool:
         """Whether each token has a label, else each row."""
         return self.labels.shape == self.inputs["input_ids"].shape

@@ -157,6 +157,7 @@ class Meter:
         samples: int,
         data_wait_seconds: float,
         num_inputs: int | None = None,
+        width_share: float = 1.0,
     ) -> dict:
         """Make the step's record of metrics.jsonl; see docs/run_directory.md.
 
@@ -165,6 +166,7 @@ class Meter:
             data_wait_seconds: time in this step spent waiting for data.
             num_inputs: tokens that the models of all ranks read, without padding. Prompt tokens cost work but are not
                 trained. Default: the number of trained tokens.
+            width_share: of sequence_length, the width that the step's rows have (data.group_by_length).
 
         Returns:
             The record. `tokens`, `input_tokens` and `tokens_per_second` are those of all ranks; if the task counts rows
@@ -196,17 +198,21 @@ class Meter:
             "epoch": samples / self._num_rows if self._num_rows else None,
             "step_seconds": seconds,
             "tokens_per_second": rate,
-            **self._utilisation(num_inputs, num_trained, seconds * self.machine.num_devices),
+            **self._utilisation(num_inputs, num_trained, width_share, seconds * self.machine.num_devices),
             "peak_memory_gib": self.machine.peak_memory() / GIB,
             "data_wait_fraction": data_wait_seconds / seconds,
         }
 
-    def _utilisation(self, num_inputs: int, num_trained: float, device_seconds: float) -> dict[str, float | None]:
+    def _utilisation(
+        self, num_inputs: int, num_trained: float, width_share: float, device_seconds: float
+    ) -> dict[str, float | None]:
         if self._flops is None:
             return {"tflops_per_device": None, "mfu": None, "hfu": None}
         left_out = (num_inputs - num_trained) * self._flops.head if self._chunked else 0.0
-        model = (self._flops.model * num_inputs - left_out) / device_seconds / 1e12
-        hardware = (self._flops.hardware * num_inputs - left_out) / device_seconds / 1e12
+        cut = (1 - width_share) * num_inputs  # of attention, whose work per token grows with the width
+        model = (self._flops.model * num_inputs - cut * self._flops.attention - left_out) / device_seconds / 1e12
+        hardware = self._flops.hardware * num_inputs - cut * self._flops.hardware_attention - left_out
+        hardware /= device_seconds * 1e12
         peak = self.machine.peak
         return {
             "tflops_per_device": model,

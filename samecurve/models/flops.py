@@ -7,6 +7,7 @@ the backward pass two thirds. Conventions:
 - N excludes parameters that are only looked up (input and position embeddings). A tied embedding is also the output
   head and counts once. Weights that several layers share (ALBERT's) count once per layer. Of a mixture of experts, the
   active experts count: k of E, whatever the router chooses.
+- s is batch.sequence_length. With data.group_by_length a step counts the width to which its rows are padded.
 - As in PaLM, attention is not halved for the causal mask, and packed or windowed rows count as full ones. The causal
   half gives 6 N + 6 L h s, which run.json also reports.
 - Frozen parameters get no gradient, which is a third of the 6; with an adapter they count 4.
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 
 CONVENTION = (
     "model_per_token: 6 N + 12 L h s for forward and backward, attention over the full square (PaLM, "
-    "arXiv:2204.02311); metrics.jsonl's mfu is by it. causal_per_token: 6 N + 6 L h s, the half that a causal mask "
-    "leaves; mfu by it is mfu x causal_per_token / model_per_token. hardware_per_token: model_per_token and what is "
-    "computed twice; hfu is by it. peak_tflops is the precision's, also where fp8 multiplies some matrices faster; "
-    "on a CPU it is the fastest precision's."
+    "arXiv:2204.02311); metrics.jsonl's mfu is by it, with the s of each step under data.group_by_length. "
+    "causal_per_token: 6 N + 6 L h s, the half that a causal mask leaves; mfu by it is mfu x causal_per_token / "
+    "model_per_token. hardware_per_token: model_per_token and what is computed twice; hfu is by it. peak_tflops is the "
+    "precision's, also where fp8 multiplies some matrices faster; on a CPU it is the fastest precision's."
 )
 # What configs call layers that have no attention between tokens, or, of zamba, not that alone.
 RECURRENT_KINDS = {"linear_attention", "mamba", "recurrent", "hybrid"}
@@ -58,12 +59,14 @@ class TokenFlops:
         hardware: `model` plus everything that is recomputed.
         attention: part of `model` for attention between tokens, over the full square.
         head: part of `model` for the output head.
+        hardware_attention: part of `hardware` for attention between tokens.
     """
 
     model: float
     hardware: float
     attention: float = 0.0
     head: float = 0.0
+    hardware_attention: float = 0.0
 
     @property
     def causal(self) -> float:
@@ -103,12 +106,13 @@ def token_flops(
     attention = 12 * sum(map(_attention_width, _layers(config))) * sequence_length
     parameters, frozen, head = _multiplied_parameters(model)
     attention_share = recompute if recompute_attention is None else recompute_attention
-    repeated = recompute * 2 * (parameters - head) + attention_share * attention / 3
-    repeated += rehearsed * (2 * parameters + attention / 3) + routed * (2 * (parameters - head) + attention / 3)
+    products = 2 * ((recompute + routed) * (parameters - head) + rehearsed * parameters)
+    attention_again = (attention_share + rehearsed + routed) * attention / 3
     forward_backward = 6 * parameters - 2 * frozen + attention
     output = model.get_output_embeddings()
     per_weight = 6 if output is not None and output.weight.requires_grad else 4
-    return TokenFlops(forward_backward, forward_backward + repeated, attention, per_weight * head)
+    hardware = forward_backward + products + attention_again
+    return TokenFlops(forward_backward, hardware, attention, per_weight * head, attention + attention_again)
 
 
 def stated(flops: TokenFlops | None, peak: Peak | None) -> dict:

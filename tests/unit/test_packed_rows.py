@@ -163,7 +163,9 @@ def test_grouped_rows_lose_nothing_but_padding():
     for step in range(len(rows) // 4):
         micro_batches = [micro for shard in shards for micro in shard.at(step)]
         together = rows.width(shards[0].rows_of(step))
-        assert {micro.inputs["input_ids"].shape for micro in micro_batches} == {(1, together)}
+        assert {(micro.inputs["input_ids"].shape, micro.width) for micro in micro_batches} == {
+            ((1, together), together)
+        }
         trained += sum(int((micro.labels != X).sum()) for micro in micro_batches)
         widths.add(together)
     assert widths <= {128, 256, 384, 400} and len(widths) > 2  # none is 64 modulo 128, see models/attention/cudnn.py

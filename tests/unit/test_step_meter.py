@@ -105,6 +105,15 @@ def test_a_chunked_head_of_pairs_works_for_their_answers():
     assert (record["mfu"], record["hfu"]) == pytest.approx((0.525, 0.725))
 
 
+def test_attention_counts_the_width_of_the_steps_rows():
+    """By hand: a quarter of the width, 800 tokens of 6e9 - 3/4 x 2e9 in 2 s on 4 devices; hardware 8e9 - 3/4 x 4e9."""
+    clock = Clock()
+    measured = meter(clock, TokenFlops(6e9, 8e9, attention=2e9, hardware_attention=4e9))
+    clock.now += 2.0
+    record = measured.step(3, result(), 1e-3, 48, 0.5, width_share=0.25)
+    assert (record["tflops_per_device"], record["mfu"], record["hfu"]) == pytest.approx((0.45, 0.45, 0.5))
+
+
 def test_a_resumed_run_measures_its_own_seconds():
     """Going on from a checkpoint brings the smoothed loss along, and neither time nor work of the earlier session."""
     first = meter(clock := Clock())
