@@ -116,8 +116,8 @@ class Meter:
         recompute, attention = repeated_share(recipe.memory, model, implementation)
         router = routers.settings(recipe.model.router_loss, model)
         routed = router is not None and router.kind == "batch"
-        # the pass of router_loss: batch leaves out a chunked head, but not a whole one
-        rehearsed = (task.context is not None) + (routed and not chunked)
+        # a momentum encoder has one; the pass of router_loss: batch leaves out a chunked head, but not a whole one
+        rehearsed = (task.context is not None) + (task.momentum_queue is not None) + (routed and not chunked)
         length = recipe.batch.sequence_length
         flops = token_flops(model, length, recompute, rehearsed, attention, routed and chunked)
         peak = device_peak(device, recipe.precision) if accelerator.is_main_process else None

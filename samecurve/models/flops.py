@@ -12,8 +12,8 @@ the backward pass two thirds. Conventions:
   half gives 6 N + 6 L h s, which run.json also reports.
 - Frozen parameters get no gradient, which is a third of the 6; with an adapter they count 4.
 - Hardware FLOPs add the part of the decoder layers' forward pass that activation checkpointing repeats (not the output
-  head's) and the extra forward passes of gradient caching and of `model.router_loss: batch`. A repeated layer's last
-  multiplication is counted, although PyTorch skips it, because nothing needs its result.
+  head's) and the extra forward passes of gradient caching, of a momentum encoder and of `model.router_loss: batch`. A
+  repeated layer's last multiplication is counted, although PyTorch skips it, because nothing needs its result.
 - A teacher's forward pass is in neither number.
 
 PyTorch's FLOP counter finds 2 N' + 4 L h s forward and exactly twice that backward (tests/unit/test_flops_counted.py:
@@ -96,7 +96,7 @@ def token_flops(
         model: the model, also on the meta device.
         sequence_length: tokens per row.
         recompute: share of the layers' forward pass that activation checkpointing repeats, 1 for full.
-        rehearsed: number of additional forward passes without gradients (gradient caching, see Task.context).
+        rehearsed: number of additional forward passes without gradients (see Task.context and Task.momentum_queue).
         recompute_attention: repeated share of attention's products; None: as `recompute`.
         routed: whether there is an additional forward pass without the output head (model.router_loss: batch).
     """

@@ -31,6 +31,7 @@ from samecurve.data.token_store import TokenStream
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.interfaces.engine import EvalResult
 from samecurve.losses import contrastive
+from samecurve.metrics.meter import Meter
 from samecurve.models import weights
 from samecurve.models.skeleton import build_skeleton
 from samecurve.run.metadata import resume_identity
@@ -193,6 +194,20 @@ def test_a_row_and_a_queue_have_the_loss_of_moco(tmp_path):
     assert found["row_loss"].item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(found["gradient"], torch.cat([query.grad, torch.zeros(6)])[None])
     assert torch.equal(found["queued"], key[None])
+
+
+def test_a_momentum_encoder_is_one_more_forward_pass(tmp_path):
+    """A backward pass is worth two. So mfu counts 3; hfu 4, with the one of gradient caching, and 5 with a queue."""
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, is_main_process=False)
+    flops = []
+    for queue in (0, 2):
+        recipe = made(tmp_path, embed={"queue": queue})
+        task = registry.load_task(recipe)
+        model = skeleton(recipe, task)
+        flops.append(Meter.for_run(recipe, model, accelerator, task, chunked=False).flops)
+    once = flops[0]["model_per_token"] / 3
+    assert flops[0]["hardware_per_token"] == pytest.approx(4 * once)
+    assert flops[1]["hardware_per_token"] == pytest.approx(5 * once)
 
 
 def test_a_queue_that_would_hold_a_rows_own_positive_is_refused(tmp_path):
