@@ -131,5 +131,6 @@ def ranks(embeddings: Tensor, candidates: np.ndarray) -> Tensor:
     ranks_of_rows = []
     for anchors, own in zip(embeddings[:, 0].split(_ANCHORS), positives.split(_ANCHORS), strict=True):
         similarities = anchors @ corpus.T
-        ranks_of_rows.append(1 + (similarities > similarities.gather(1, own)).sum(dim=1))
+        # not `>`, which is false for NaN: such a row would have rank 1
+        ranks_of_rows.append(1 + (~(similarities <= similarities.gather(1, own))).sum(dim=1))
     return torch.cat(ranks_of_rows)

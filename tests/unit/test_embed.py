@@ -246,6 +246,13 @@ def test_metrics_by_hand(tmp_path):
         task.metrics(EvalResult(math.nan, 5, features=filled))
 
 
+def test_what_is_not_a_number_is_behind_all():
+    """The second anchor is broken; the others' own texts are the nearest."""
+    angles = torch.tensor([[0, 0.1], [math.nan, 0.2], [0.5, 0.4]])
+    embeddings = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    assert contrastive.ranks(embeddings, np.array([[0], [1], [2]])).tolist() == [1, 4, 1]
+
+
 def test_a_loss_over_other_batches_is_another_evaluation(tmp_path):
     def evaluation(size: int, **evaluate: object) -> str | None:
         batch = {"global_batch_size": size, "sequence_length": 8}
