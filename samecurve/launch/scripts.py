@@ -116,8 +116,24 @@ def _deepspeed(target: Target) -> str:
         lines.insert(0, "# It logs in to the nodes of the hostfile by ssh without a password.")
     if target.nodes > 1 and not target.named:
         lines.insert(1, "# Write their addresses there first.")
+    if target.nodes > 1:
+        lines += _QUOTED_FOR_PDSH
     where = "" if target.nodes == 1 else ", on the first node"
     return _script(target, f"bash {path}", where, [*lines, f"exec {_words(command('deepspeed', target))}"])
+
+
+# target.py does the same with the words that it knows
+_QUOTED_FOR_PDSH = r"""
+# the nodes' shells read these words, and pdsh fills in %h, %n and %u; DeepSpeed itself quotes words with a space alone
+for word; do
+    if [[ $word == *" "* && $word == *[\$\`\\]* ]]; then
+        echo "$word: has a space and one of \$, \` and \\; use another launcher, such as torchrun" >&2
+        exit 2
+    fi
+    word=${word//%/%%}
+    [[ $word == *" "* ]] || word=${word@Q}
+    set -- "${@:2}" "$word"
+done""".splitlines()
 
 
 def _slurm(target: Target) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
     """
     under = [*target.script, "--strategy", target.strategy, *target.overrides]
     if launcher == "deepspeed":
-        return [*_deepspeed(target), *under]
+        given = map(_for_pdsh, under[1:]) if target.nodes > 1 else under[1:]
+        return [*_deepspeed(target), SCRIPT, *given]
     nodes, devices, port = str(target.nodes), str(target.devices_per_node), str(target.port)
     rank = RANK if node is None else str(node)
     head = HEAD if node is None else target.hosts[0].name
@@ -178,6 +180,24 @@ def _deepspeed(target: Target) -> list[str]:
     return ["deepspeed", "--hostfile", hostfile, *target.selection, *meeting, "--master_port", str(target.port)]
 
 
+def _for_pdsh(word: str) -> str:
+    """Return what DeepSpeed's launcher is given, so that a process on another host gets the word.
+
+    The shells of the hosts read what it sends. DeepSpeed 0.19 (launcher/multinode_runner.py, PDSHRunner) puts double
+    quotes around a word with a space, and leaves others as they are; pdsh fills in %h, %n and %u.
+    """
+    if " " in word and set(word) & set("$`\\"):
+        text = "has a space and one of $, ` and \\, which deepspeed gives to the other hosts' shells to fill in"
+        raise ConfigurationError(f"{word}: {text}; rename it, or use another launcher, such as torchrun")
+    word = word.replace("%", "%%")
+    return word if " " in word else shlex.quote(word)
+
+
+def _from_pdsh(word: str) -> str:
+    """Return the word that the process gets. The inverse of `_for_pdsh`."""
+    return (word if " " in word else shlex.split(word)[0]).replace("%%", "%")
+
+
 def read_back(launcher: str, target: Target, words: Sequence[str], more: Sequence[str] = ()) -> Plan:
     """Resolve what a launcher's processes would: the plan of a run.
 
@@ -195,6 +215,7 @@ def read_back(launcher: str, target: Target, words: Sequence[str], more: Sequenc
         parents = [Ancestor(tuple(words), os.getcwd())]
         return resolve_plan(argv, {**environ, "ACCELERATE_MIXED_PRECISION": "no"}, lambda: parents)
     if launcher == "deepspeed":
+        argv = [*map(_from_pdsh, argv)] if target.nodes > 1 else argv
         return resolve_plan(["--local_rank=0", *argv], environ)
     return resolve_plan(
         argv, environ | ({"SLURM_PROCID": "0"} if launcher == "slurm" else {"TORCHELASTIC_RUN_ID": "none"})

@@ -76,7 +76,7 @@ def test_all_launchers_start_one_configuration(strategy, recipe, tmp_path, capsy
         "16",
         "--output",
         str(folder),
-        "output_dir=runs/a $HOME",
+        "output_dir=runs/a;$HOME",
     ]
     assert main([*command, "--strategy", f"configs/{strategy}.yaml", "batch.micro_batch_size=2"]) == 0
     assert "written and read back" in capsys.readouterr().out
@@ -90,7 +90,7 @@ def test_all_launchers_start_one_configuration(strategy, recipe, tmp_path, capsy
     assert [plans[each].strategy.launcher for each in LAUNCHERS] == [*LAUNCHERS[:3], "srun", "torchrun", "torchrun"]
     for plan in plans.values():
         assert plan.recipe == plans["torchrun"].recipe and plan.strategy.dims == plans["torchrun"].strategy.dims
-        assert plan.recipe.batch.micro_batch_size == 2 and plan.recipe.output_dir == "runs/a $HOME"
+        assert plan.recipe.batch.micro_batch_size == 2 and plan.recipe.output_dir == "runs/a;$HOME"
         assert plan.strategy.family == strategy and plan.strategy.world_size == 16
 
 
