@@ -13,6 +13,9 @@ from samecurve.launch.target import CLONE, CLUSTERS, SCRIPT, Target, Variable, c
 
 # Variables that the deepspeed launcher hands to other nodes only if .deepspeed_env lists them.
 PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "SAMECURVE_CACHE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+SECONDS_TO_SAVE = 300  # between SIGTERM and the end
+# torchrun gives its processes 30 seconds after SIGTERM unless set otherwise; saving a large model takes longer
+TORCHRUN_LIMIT, TORCHRUN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 270
 
 
 def files(launcher: str, target: Target, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -99,7 +102,9 @@ def _script(target: Target, start: str, where: str, lines: Sequence[str]) -> str
 def _on_each_node(launcher: str, target: Target) -> str:
     """Return the script of a launcher that is started on every node."""
     path = shlex.quote(target.path(f"{launcher}.sh"))
-    lines = ["set -euo pipefail"]
+    # accelerate launch runs torchrun
+    limit = f"export {TORCHRUN_LIMIT}=${{{TORCHRUN_LIMIT}:-{TORCHRUN_SECONDS}}}   # to save in, after SIGTERM"
+    lines = ["set -euo pipefail", limit]
     if target.nodes == 1:
         return _script(target, f"bash {path}", "", [*lines, f"exec {_words(command(launcher, target))}"])
     head = target.hosts[0].name
@@ -168,9 +173,6 @@ def _slurm(target: Target) -> str:
     return _script(target, f"sbatch {path}", "", lines)
 
 
-SECONDS_TO_SAVE = 300  # between SIGTERM and the end
-# torchrun gives its processes 30 seconds after SIGTERM unless set otherwise; saving a large model takes longer
-TORCHRUN_SECONDS = 270
 _VOLUME = os.path.dirname(CLONE)
 
 
@@ -223,7 +225,7 @@ spec:
           command:
 {_command("kubernetes", target, 12)}
           env:
-            - {{name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, value: "{TORCHRUN_SECONDS}"}}   # torchrun's own limit for it
+            - {{name: {TORCHRUN_LIMIT}, value: "{TORCHRUN_SECONDS}"}}   # torchrun's own limit for it
           resources:
             limits:
               nvidia.com/gpu: {target.devices_per_node}
@@ -260,7 +262,7 @@ spec:
     command:                       # {CLONE} is this repository, on a volume that all nodes see   <-
 {_command("trainjob", target, 6)}
     env:
-      - {{name: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, value: "{TORCHRUN_SECONDS}"}}   # torchrun gives 30 seconds to save
+      - {{name: {TORCHRUN_LIMIT}, value: "{TORCHRUN_SECONDS}"}}   # torchrun gives 30 seconds to save
     resourcesPerNode:
       limits:
         nvidia.com/gpu: {target.devices_per_node}

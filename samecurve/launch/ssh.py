@@ -19,7 +19,8 @@ from samecurve.specs import environment
 ROOT = environment.ROOT if environment.IN_CLONE else Path.cwd()  # where the processes of other hosts start
 # what DeepSpeed's launcher gives to the ssh under its pdsh, so that one setting serves both
 SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
-FORWARDED = ("NCCL_", "GLOO_", "CUDA_", "HF_", "OMP_", "SAMECURVE_", "PYTHON")  # the launchers pass on such variables
+# the launchers pass on such variables
+FORWARDED = ("NCCL_", "GLOO_", "CUDA_", "HF_", "OMP_", "SAMECURVE_", "PYTHON", "TORCH_")
 REACH_SECONDS = 30.0
 
 

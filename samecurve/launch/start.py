@@ -44,7 +44,8 @@ def run(launcher: str, target: Target) -> int:
     starts = scripts.starts(launcher, target)
     away = [host for host, _ in starts if host and not ssh.is_here(host)]
     _check(launcher, target, away)
-    environment = dict(os.environ, PATH=own_path(dict(os.environ)))
+    environment = {scripts.TORCHRUN_LIMIT: str(scripts.TORCHRUN_SECONDS), **os.environ}
+    environment["PATH"] = own_path(environment)
     if launcher == "deepspeed":  # it reads its hosts, and the variables that it passes on, from files
         folder = Path(target.folder)
         with storage_errors(folder):
@@ -52,12 +53,18 @@ def run(launcher: str, target: Target) -> int:
             for name, text in scripts.needed(target).items():
                 (folder / name).write_text(text, encoding="utf-8")
         environment["DS_ENV_FILE"] = scripts.environment_file(target)
+    # torchrun itself ends what does not save in time
+    margin = scripts.SECONDS_TO_SAVE - scripts.TORCHRUN_SECONDS
     return together.wait(
-        _over_ssh(host, words) if host in away else together.start(words, environment) for host, words in starts
+        (
+            _over_ssh(host, words, environment) if host in away else together.start(words, environment)
+            for host, words in starts
+        ),
+        int(environment[scripts.TORCHRUN_LIMIT]) + margin,
     )
 
 
-def _over_ssh(host: str, words: list[str]) -> StartedProcess:
+def _over_ssh(host: str, words: list[str], environment: dict[str, str]) -> StartedProcess:
     """Start `main` on the host, which starts the words. ssh itself passes no signals on."""
     text = f"cd {shlex.quote(str(ssh.ROOT))} && exec {shlex.quote(sys.executable)} -m samecurve.launch.start"
     # a session of its own: Ctrl-C in the terminal would end ssh, and with it the connection
@@ -70,7 +77,7 @@ def _over_ssh(host: str, words: list[str]) -> StartedProcess:
         channel.flush()
 
     # variables may hold access tokens, and every user of a host can read the command lines of its processes
-    send_line(json.dumps({"words": words, "environment": ssh.forwarded()}) + "\n")
+    send_line(json.dumps({"words": words, "environment": ssh.forwarded(environment)}) + "\n")
     return StartedProcess(process, lambda number: send_line(f"{signal.Signals(number).name}\n"))
 
 
@@ -104,6 +111,8 @@ def _problems_here(launcher: str, target: Target) -> Iterator[tuple[type[Samecur
             if set(path) & set(" \t'\"\\$&;|<>()`*?"):
                 text = "deepspeed gives this path to the other hosts' shells without quotes"
                 yield ConfigurationError, f"{path}: {text}; move it to one without spaces, or use another launcher"
+    if not (limit := os.environ.get(scripts.TORCHRUN_LIMIT, "0")).isdecimal():
+        yield ConfigurationError, f"{scripts.TORCHRUN_LIMIT}: found {limit!r}, expected a whole number of seconds"
     for name, fix in wanted.items():
         if not shutil.which(name, path=own_path(dict(os.environ))):
             yield ConfigurationError, f"{name}: not found; {fix}"

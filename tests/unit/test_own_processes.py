@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from samecurve.errors import ConfigurationError, TopologyError
+from samecurve.launch import scripts, ssh, together
+from samecurve.launch import start as launch_start
+from samecurve.launch.hosts import HostSlots
 from samecurve.launch.start import _over_ssh
+from samecurve.launch.target import Target
 from samecurve.strategy.launchers import OWN_PROCESSES
 from samecurve.strategy.resolve import resolve_plan
 
@@ -136,11 +140,38 @@ def test_words_and_variables_go_over_ssh(words, code, tmp_path, monkeypatch, cap
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SAMECURVE_X", "a secret")
     monkeypatch.setenv("SAMECURVE_Y", str(tmp_path / "said"))
-    assert _over_ssh("far", words).process.wait(30) == code
+    assert _over_ssh("far", words, dict(os.environ)).process.wait(30) == code
     if code:
         assert "no-such: not found on" in capfd.readouterr().err
     else:
         assert (tmp_path / "said").read_text() == "a secret\n"
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, 270), ("600", 600)])
+def test_torchrun_has_time_to_save(given, seconds, tmp_path, monkeypatch):
+    """On every host of --start, which ends a host by force later than torchrun its processes; and under a script."""
+    variable, sent = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", []
+    monkeypatch.setenv(variable, given) if given else monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(launch_start, "_check", lambda *_: None)
+    monkeypatch.setattr(
+        launch_start, "_over_ssh", lambda _, words, environment: sent.append(ssh.forwarded(environment))
+    )
+    monkeypatch.setattr(together, "wait", lambda starting, grace_seconds: len([*starting]) and grace_seconds)
+    target = Target("a.yaml", "b.yaml", (), (HostSlots("a.invalid", 1), HostSlots("b.invalid", 1)), named=True)
+    assert launch_start.run("torchrun", target) == seconds + 30
+    assert [variables[variable] for variables in sent] == [str(seconds)] * 2
+    (tmp_path / "accelerate").write_text(f"#!/bin/sh\necho ${variable}\n")
+    (tmp_path / "accelerate").chmod(0o755)
+    target = Target("a.yaml", str(ROOT / "configs/fsdp.yaml"), (), (HostSlots("localhost", 1),))
+    script = scripts.files("accelerate", target)["accelerate.sh"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert subprocess.check_output(["bash", "-c", script], env=environment, text=True) == f"{seconds}\n"
+
+
+def test_torchruns_limit_is_a_number(monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5m")
+    with pytest.raises(ConfigurationError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT: found '5m', expected a whole number"):
+        launch_start.run("torchrun", Target("a.yaml", "b.yaml", (), (HostSlots("localhost", 1),)))
 
 
 # the plan of the process that starts ranks, and of a rank
