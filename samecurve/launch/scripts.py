@@ -185,8 +185,8 @@ def _header(target: Target, name: str, pods: str) -> str:
 
 
 def _command(launcher: str, target: Target, indent: int) -> str:
-    # Kubernetes would fill in $(NAME); YAML reads the two escapes of json for an emoji as two broken characters
-    words = (word if isinstance(word, Variable) else word.replace("$(", "$$(") for word in command(launcher, target))
+    # Kubernetes fills in $(NAME) and makes $ of $$; YAML reads json's two escapes for an emoji as two broken characters
+    words = (word if isinstance(word, Variable) else word.replace("$", "$$") for word in command(launcher, target))
     return "\n".join(f"{' ' * indent}- {json.dumps(word, ensure_ascii=False)}" for word in words)
 
 

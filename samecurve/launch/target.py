@@ -143,7 +143,7 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
         meeting += ["--master_addr=samecurve-0.samecurve", f"--master_port={port}"]
         return ["torchrun", f"--nnodes={nodes}", *meeting, *under]
     if launcher == "trainjob":  # the operator gives torchrun's options as variables, but no working directory
-        return ["bash", "-c", f'cd {CLONE} && exec torchrun "$@"', "torchrun", *under]
+        return ["bash", "-c", Variable(f'cd {CLONE} && exec torchrun "$@"'), "torchrun", *under]
     if target.min_nodes and node is not None:
         return [*_elastic(target, node), *under]
     # the number of the node decides who waits for the others: --rdzv_backend c10d looks the host's own name up instead,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -326,10 +327,16 @@ def test_words_with_a_dollar_stay_words(tmp_path, capsys, monkeypatch):
 
 
 def test_kubernetes_gets_the_words_as_they_are(tmp_path, capsys):
-    recipe = "\U0001f600 $(HOME).yaml"
+    recipe = "\U0001f600 $(HOME) $$ $HOME.yaml"
     asked = own_recipe(tmp_path, recipe)
-    assert main([*asked, "--launcher", "kubernetes", "--nodes", "2", "--gpus_per_node", "4"]) == 0
-    _, job = yaml.safe_load_all(capsys.readouterr().out)
-    words = job["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert str(tmp_path / recipe).replace("$(", "$$(") in words  # $$( is Kubernetes' way to write $(
-    assert "--node_rank=$(JOB_COMPLETION_INDEX)" in words
+    for launcher in ("kubernetes", "trainjob"):
+        assert main([*asked, "--launcher", launcher, "--nodes", "2", "--gpus_per_node", "4"]) == 0
+        *_, job = yaml.safe_load_all(capsys.readouterr().out)
+        spec = job["spec"]["trainer"] if launcher == "trainjob" else job["spec"]["template"]["spec"]["containers"][0]
+        # Kubernetes' third_party/forked/golang/expansion: $$ is $, $(NAME) is filled in, and another $ stays
+        words = [re.sub(r"\$(\$|\(\w+\))", lambda match: "$" * (match[1] == "$"), word) for word in spec["command"]]
+        assert str(tmp_path / recipe) in words
+        if launcher == "kubernetes":
+            assert "--node_rank=$(JOB_COMPLETION_INDEX)" in spec["command"]
+        else:
+            assert words[2].endswith('torchrun "$@"')

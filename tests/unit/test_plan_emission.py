@@ -44,9 +44,10 @@ def started_words(folder: Path, launcher: str, tmp_path: Path) -> list[str]:
     if launcher == "kubernetes":
         _, job = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
         [container] = job["spec"]["template"]["spec"]["containers"]
-        return container["command"]
+        return [word.replace("$$", "$") for word in container["command"]]  # as Kubernetes does
     if launcher == "trainjob":
-        return yaml.safe_load((folder / "trainjob.yaml").read_text())["spec"]["trainer"]["command"]
+        trainer = yaml.safe_load((folder / "trainjob.yaml").read_text())["spec"]["trainer"]
+        return [word.replace("$$", "$") for word in trainer["command"]]
     stand_ins = {name: f'for word in {name} "$@"; do echo "$word"; done' for name in LAUNCHERS[:3]}
     stand_ins |= {
         "srun": "shift; " + stand_ins["torchrun"].replace("torchrun ", ""),
