@@ -47,8 +47,7 @@ def run(arguments: argparse.Namespace, directory: Path, folder: Path, recipe: Re
             loading.stored_config(folder, arguments.trust_remote_code)
         )  # the data may lack some of them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"labels": labels})})
-    if base is not None:
-        loading.check_base_model(directory, base)
+    loading.check_base_model(directory, base)
     facts, metrics = evaluate_folder(recipe, folder, arguments.trust_remote_code)
     # the run's own numbers are of its held-out rows, with which other data cannot be compared
     last = last_record(directory / "metrics.jsonl", METRICS_LINE | {"eval_loss": float}) or {}

@@ -12,6 +12,7 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
+from samecurve.config.adapter_folder import base_path
 from samecurve.data.chat_encoder import end_tokens
 from samecurve.data.time_limit import render_limit
 from samecurve.errors import ConfigurationError
@@ -160,8 +161,10 @@ def load_generator(
     Raises:
         ConfigurationError: if the model is not a causal language model; with `untrained`, if its run is not known or
             began from the weights of another model.
+        CheckpointError: for an adapter whose base model has changed.
     """
     folder, recipe = find_generative_model(run)
+    loading.check_base_model(run, base_path(folder))
     dtype = loading.inference_dtype(precision, recipe)
     model, tokenizer = loading.load_with_tokenizer(folder, trust_remote_code=trust_remote_code, dtype=dtype)
     if untrained:

@@ -32,8 +32,11 @@ INSTALL = "pip install -c constraints.txt -r requirements-eval.txt" if IN_CLONE 
 def run(arguments: argparse.Namespace, folder: Path, base: str | None, recipe: Recipe | None) -> int:
     """Run lm_eval on a model, or on an adapter and its `base`. Returns 0, or 1 for any failure of lm_eval.
 
-    Raises HangError if lm_eval takes longer than --timeout_minutes.
+    Raises:
+        HangError: lm_eval takes longer than --timeout_minutes.
+        CheckpointError: the base model has changed since the run.
     """
+    loading.check_base_model(arguments.run, base)
     command = build_command(arguments, folder, base, recipe)
     print(shlex.join(command), flush=True)
     if arguments.show:

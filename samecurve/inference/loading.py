@@ -20,7 +20,7 @@ from samecurve.config.adapter_folder import base_path
 from samecurve.config.schema import Recipe
 from samecurve.errors import CheckpointError, ConfigurationError, SamecurveError
 from samecurve.export.model_card import ADAPTED_CONFIG
-from samecurve.inference.folders import ran_own_code
+from samecurve.inference.folders import ran_own_code, run_directory
 from samecurve.models import lora
 from samecurve.models.hf_config import check_sizes, find_class, kind_of_stored, without_pooler
 from samecurve.models.weight_files import fingerprint, indexed_files, weight_files
@@ -33,8 +33,14 @@ from samecurve.storage.records import read_record
 _TOKENIZER = {"model_max_length?": (float, None)}
 
 
-def check_base_model(run: Path, base: str) -> None:
-    """Raise CheckpointError if the base model has changed since the run. Without a run there is no check."""
+def check_base_model(path: Path, base: str | None) -> None:
+    """Raise CheckpointError if the base model of an adapter has changed since the run that `path` belongs to.
+
+    There is no check without a run, or without an adapter (base None).
+    """
+    run = run_directory(path)
+    if run is None or base is None:
+        return
     record = read_record(run / "run.json", {"adapter?": ({"base_model?": (str, None)}, None)})
     if record.is_damaged:
         print(

@@ -337,7 +337,7 @@ def load_predictor(
         ConfigurationError: for a generative model, and for an option that the model does not use.
         CheckpointError: for an adapter whose base model has changed.
     """
-    folder, directory = folders.model_folder(run), folders.run_directory(run)
+    folder = folders.model_folder(run)
     head, config = loading.stored_head(folder, trust_remote_code), loading.stored_config(folder, trust_remote_code)
     is_score = config.num_labels == 1 and config.problem_type is None  # an own task `classify` has a problem_type
     kind = "score" if head.kind == "sequence_classification" and is_score else head.kind
@@ -351,9 +351,8 @@ def load_predictor(
         if given is not None and classes[kind] is not needed:
             what = "a reward model" if needed is Scorer else "a masked language model"
             raise ConfigurationError(f"--{name}: only for {what}, which {folder} is not; leave the option out")
-    recipe, base = folders.known_recipe(run), base_path(folder)
-    if directory and base:
-        loading.check_base_model(directory, base)
+    recipe = folders.known_recipe(run)
+    loading.check_base_model(run, base_path(folder))
     dtype = loading.inference_dtype(precision, recipe)
     model, tokens = loading.load_with_tokenizer(folder, head, trust_remote_code=trust_remote_code, dtype=dtype)
     return classes[kind](folder, loading.to_default_device(model), tokens, recipe, prompt, TOP if top is None else top)

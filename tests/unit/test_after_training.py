@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_constants import change
 from test_export import tokenizer
 from test_lora_model import adapted_recipe, filled, folders, moved, write
@@ -22,7 +23,7 @@ from samecurve.config.inheritance import latest_overrides
 from samecurve.config.schema import Recipe
 from samecurve.inference import generation
 from samecurve.models.pretrained import constants
-from samecurve.models.weight_files import read, weight_files
+from samecurve.models.weight_files import fingerprint, read, weight_files
 
 __all__ = ["folders"]
 
@@ -84,6 +85,23 @@ def test_an_adapter_without_its_base_says_what_is_gone(adapted, capsys):
         assert cli.main([command, str(adapted)]) == 2
         told = capsys.readouterr().err
         assert f"no such folder: {adapted.parent / 'base'}; restore the base model there" in told
+
+
+@pytest.mark.parametrize("name", ["", "model"])
+@pytest.mark.parametrize("command", ["generate", "chat", "merge", "lm_eval"])
+def test_no_adapter_is_used_on_a_changed_base_model(command, name, adapted, capsys, monkeypatch):
+    """By the run's path and by its model's."""
+    base = adapted.parent / "base"
+    recorded = json.loads((adapted / "run.json").read_text())
+    recorded["adapter"] = {"base_model": fingerprint(weight_files(str(base)))}
+    (adapted / "run.json").write_text(json.dumps(recorded))
+    tensors = {key: tensor + 1 for key, tensor in load_file(base / "model.safetensors").items()}
+    (base / "SHA256SUMS").unlink(missing_ok=True)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+    words = {"lm_eval": ["arc_easy", "--show"]}.get(command, [])
+    assert cli.main([command, str(adapted / name), *words]) == 4
+    assert f"{base}: the base model's weights have changed since {adapted}" in capsys.readouterr().err
 
 
 def test_what_lm_eval_cannot_load_is_refused(folders, tmp_path, capsys):  # noqa: F811
