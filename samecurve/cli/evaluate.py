@@ -105,6 +105,8 @@ def with_columns(recipe: Recipe, data: str | None, columns: Sequence[str]) -> Re
         raise ConfigurationError(
             f"{data}: no split given for a data set of the hub; add one: evaluate RUN {data} data.split=test"
         )
+    if data is not None:  # the number is of the rows that were trained on
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_samples": None})})
     if not columns:
         return recipe
     known = [*columns_of(recipe.task), *_FILE_KEYS, *(HUB_KEYS if of_the_hub else ())]

@@ -386,4 +386,8 @@ class Recipe(Section):
             return data.model_copy(update=chosen | same)
         # evaluate has no pattern of its own; a split is not made of files
         pattern = None if own.split is not None else data.pattern
+        # the same data, which training is refused: `evaluate RUN DATA`, whose number of rows this is
+        measured = (own.path, own.split or data.split, own.config, own.revision)
+        if measured == (data.path, data.split, data.config, data.revision):
+            chosen["max_samples"] = data.max_samples
         return data.model_copy(update={"path": own.path, "pattern": pattern, **chosen})

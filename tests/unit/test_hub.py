@@ -315,10 +315,11 @@ def test_a_data_set_is_measured_by_its_split(tmp_path, monkeypatch):
     keys = ["data.pattern=*.txt", "data.max_samples=3", "data.bad_rows=drop"]
     some = evaluate.with_columns(trained, "mine", keys).data
     assert (some.pattern, some.max_samples, some.bad_rows) == ("*.txt", 3, "drop")
-    chosen = evaluate.with_columns(trained, "org/name", ["data.split=test", "data.config=b"])
+    chosen = evaluate.with_columns(trained, "org/name", ["data.split=test", "data.config=b", "data.max_samples=3"])
     found = evaluate.with_evaluation_data(chosen, tmp_path, "org/name")
     assert found.evaluation.model_dump() == found.data.model_dump()
     assert (found.data.split, found.data.config, found.data.revision) == ("test", "b", None)
+    assert found.evaluation.max_samples == 3
     unnamed = evaluate.with_evaluation_data(trained, tmp_path, None).evaluation
     assert (unnamed.path, unnamed.split, unnamed.revision) == ("org/name", "validation", "v1")
 

@@ -326,7 +326,19 @@ def test_columns_of_the_data_to_measure(run):
     found = evaluate.with_columns(trained, "other.jsonl", given)
     columns = {"messages_column": None, "prompt_column": "1", "completion_column": "answer"}
     assert found == trained.model_copy(update={"data": trained.data.model_copy(update=columns)})
-    assert evaluate.with_columns(trained, "data.jsonl", []) is trained
+    assert evaluate.with_columns(trained, "data.jsonl", []) == trained
+
+
+def test_the_number_of_rows_to_measure_is_that_of_the_command(run):
+    """Not that of the rows that were trained on."""
+    data, other = {"path": "my.jsonl", "max_samples": 100, "validation_fraction": 0.5}, str(run / "metrics.jsonl")
+    written(run, facts(recipe={"data": data}))
+    trained = folders.read_recipe(run)
+    for columns, number in (([], None), (["data.max_samples=2"], 2)):
+        measured = evaluate.with_evaluation_data(evaluate.with_columns(trained, other, columns), run, other)
+        assert (measured.evaluation.path, measured.evaluation.max_samples) == (other, number)
+    held_out = evaluate.with_evaluation_data(evaluate.with_columns(trained, None, []), run, None)
+    assert (held_out.evaluation, held_out.data.max_samples) == (None, 100)
 
 
 def test_a_file_takes_the_place_of_a_mixture(run):
