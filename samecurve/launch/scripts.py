@@ -10,6 +10,7 @@ from pathlib import Path
 
 from samecurve.errors import ConfigurationError
 from samecurve.launch.target import CLONE, CLUSTERS, SCRIPT, Target, Variable, command
+from samecurve.specs.environment import IN_CLONE
 
 # Variables that the deepspeed launcher hands to other nodes only if .deepspeed_env lists them.
 PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "SAMECURVE_CACHE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
@@ -174,6 +175,7 @@ def _slurm(target: Target) -> str:
 
 
 _VOLUME = os.path.dirname(CLONE)
+_INSTALLED, _FOLDER = ("requirements.txt", "this repository") if IN_CLONE else ("samecurve", "the folder of your files")
 
 
 def _header(target: Target, name: str, pods: str) -> str:
@@ -220,8 +222,8 @@ spec:
       terminationGracePeriodSeconds: {SECONDS_TO_SAVE}   # time to save after a pod is asked to end
       containers:
         - name: train
-          image: example/samecurve:latest   # <- with requirements.txt installed, and g++ for offload
-          workingDir: {CLONE}    # <- this repository, on a volume that all nodes see
+          image: example/samecurve:latest   # <- with {_INSTALLED} installed, and g++ for offload
+          workingDir: {CLONE}    # <- {_FOLDER}, on a volume that all nodes see
           command:
 {_command("kubernetes", target, 12)}
           env:
@@ -256,10 +258,10 @@ spec:
   runtimeRef:
     name: torch-distributed        # it comes with Kubeflow Trainer
   trainer:
-    image: example/samecurve:latest   # <- with requirements.txt installed, and g++ for offload
+    image: example/samecurve:latest   # <- with {_INSTALLED} installed, and g++ for offload
     numNodes: {target.nodes}
     numProcPerNode: {target.devices_per_node}
-    command:                       # {CLONE} is this repository, on a volume that all nodes see   <-
+    command:                       # {CLONE} is {_FOLDER}, on a volume that all nodes see   <-
 {_command("trainjob", target, 6)}
     env:
       - {{name: {TORCHRUN_LIMIT}, value: "{TORCHRUN_SECONDS}"}}   # torchrun gives 30 seconds to save

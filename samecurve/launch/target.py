@@ -7,6 +7,7 @@ import shlex
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from samecurve.errors import ConfigurationError
 from samecurve.launch.hosts import PORT, HostSlots
@@ -19,6 +20,7 @@ from samecurve.strategy.translation import read_as_written
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "slurm", "kubernetes", "trainjob")
 CLUSTERS = LAUNCHERS[3:]  # they find machines of their own
 SCRIPT = "train.py" if IN_CLONE else str(ROOT / "train.py")
+MODULE = "samecurve.train"  # the same in pods with an installed samecurve, wherever it is there
 MOST_LOSSES = "1000"  # of hosts in one run; repeated failures at one step end it earlier, see run/run_directory.py
 
 
@@ -138,6 +140,9 @@ def command(launcher: str, target: Target, node: int | None = None) -> list[str]
         return [*start, "--main_process_port", port, *target.script, *target.overrides]
     if launcher == "slurm":
         return ["python", *under]  # srun starts every rank; strategy/launchers.py reads its variables
+    if not IN_CLONE and launcher in ("kubernetes", "trainjob"):
+        files = map(_shipped_name, (target.recipe, "--strategy", target.strategy))
+        under = ["-m", MODULE, *files, *target.overrides]
     if launcher == "kubernetes":
         meeting = [Variable("--node_rank=$(JOB_COMPLETION_INDEX)"), f"--nproc_per_node={devices}"]
         meeting += ["--master_addr=samecurve-0.samecurve", f"--master_port={port}"]
@@ -180,6 +185,11 @@ def _deepspeed(target: Target) -> list[str]:
     return ["deepspeed", "--hostfile", hostfile, *target.selection, *meeting, "--master_port", str(target.port)]
 
 
+def _shipped_name(path: str) -> str:
+    """Return the name of a file of the installed package by which train.py finds it on any machine; else the path."""
+    return os.path.relpath(path, ROOT) if Path(path).is_relative_to(ROOT) else path
+
+
 def _for_pdsh(word: str) -> str:
     """Return what DeepSpeed's launcher is given, so that a process on another host gets the word.
 
@@ -208,7 +218,7 @@ def read_back(launcher: str, target: Target, words: Sequence[str], more: Sequenc
     Raises:
         ConfigurationError, TopologyError: as the run would.
     """
-    argv = [*words[words.index(SCRIPT) + 1 :], *more]
+    argv = [*words[words.index(SCRIPT if SCRIPT in words else MODULE) + 1 :], *more]
     # here and below: the variables by which strategy/launchers.py tells the launchers apart
     environ = {"WORLD_SIZE": str(target.world_size), "RANK": "0"}
     if launcher == "accelerate":

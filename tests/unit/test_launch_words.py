@@ -8,10 +8,11 @@ import shlex
 import subprocess
 
 import pytest
-from test_launch import FSDP, RECIPE, SCRIPT, in_the_repository  # noqa: F401
+import yaml
+from test_launch import FSDP, RECIPE, ROOT, SCRIPT, in_the_repository  # noqa: F401
 
 from samecurve.cli.commands import main
-from samecurve.launch import scripts
+from samecurve.launch import scripts, target
 from samecurve.launch.target import Target, unnamed
 
 SHOWN = r"""for word; do printf '%s\n' "$word"; done"""
@@ -52,8 +53,8 @@ def test_deepspeed_carries_the_words_to_other_hosts(name, hosts, capsys, tmp_pat
     expected = [*SCRIPT, *FSDP, "data.path=docs", "steps=700"]
     assert over_pdsh(words[1:]) == [*expected, override]
     folder.mkdir()
-    target = Target(SCRIPT[1], FSDP[1], ("data.path=docs", "steps=700"), unnamed(2, 4), folder=str(folder))
-    for file, text in scripts.files("deepspeed", target).items():
+    hosts_of_two = Target(SCRIPT[1], FSDP[1], ("data.path=docs", "steps=700"), unnamed(2, 4), folder=str(folder))
+    for file, text in scripts.files("deepspeed", hosts_of_two).items():
         (folder / file).write_text(text)
     stand_in = tmp_path / "deepspeed"
     stand_in.write_text(f"#!/bin/sh\n{SHOWN}\n")
@@ -70,3 +71,17 @@ def test_words_that_deepspeed_cannot_carry(name, hosts, capsys):
     assert main([*command, "--hosts", hosts]) == 2
     assert f"output_dir=runs/{name}: has a space and one of $, ` and \\" in capsys.readouterr().err
     assert main([*command, "--nodes", "1", "--gpus_per_node", "2"]) == 0
+
+
+@pytest.mark.parametrize("launcher", ["kubernetes", "trainjob"])
+def test_an_installed_package_has_no_place_in_pods(launcher, capsys, monkeypatch, tmp_path):
+    """train.py and the strategies of this machine's package may be elsewhere there; own files have their own paths."""
+    own = tmp_path / "own.yaml"
+    own.write_text(f"base: {ROOT / 'recipes' / 'pretrain.yaml'}\n")
+    monkeypatch.setattr(target, "IN_CLONE", False)
+    command = ["launch", str(own), *RECIPE[1:], "--strategy", str(ROOT / "configs" / "fsdp.yaml")]
+    assert main([*command, "--launcher", launcher, "--nodes", "2", "--gpus_per_node", "4"]) == 0
+    *_, job = yaml.safe_load_all(capsys.readouterr().out)
+    spec = job["spec"]["trainer"] if launcher == "trainjob" else job["spec"]["template"]["spec"]["containers"][0]
+    words = ["-m", "samecurve.train", str(own), *FSDP, *RECIPE[1:]]
+    assert spec["command"][-len(words) :] == words and str(ROOT) not in str(spec)
