@@ -257,6 +257,8 @@ class Embedder(Predictor):
         """Pooling of the run's recipe, or of the export's 1_Pooling/config.json; "mean" if neither is known."""
         if self.recipe:
             return self.recipe.embed.pooling
+        listed = read_record(self.folder / "modules.json", contrastive.MODULES)
+        contrastive.check_modules(str(self.folder), listed.optional(ConfigurationError, "restore it"))
         path = self.folder / "1_Pooling" / "config.json"
         modes = read_record(path).optional(ConfigurationError, "restore it")
         return contrastive.stated_pooling(str(self.folder), modes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,10 +13,27 @@ from torch.nn import functional
 from samecurve.config.schema import Pooling
 from samecurve.errors import ConfigurationError
 
+# Content of modules.json.
+MODULES = [{"type": str, "*": object}]
 # Number of anchors, and of similarities, that are in memory at a time.
 _ANCHORS, _SIMILARITIES = 1024, 2**24
 # by sentence-transformers' names; embeddings have length 1, where mean_sqrt_len is the mean
 _POOLINGS: dict[str, Pooling] = {"cls": "cls", "lasttoken": "last", "mean": "mean", "mean_sqrt_len": "mean"}
+
+
+def check_modules(model: str, modules: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ConfigurationError for layers behind the pooling, as LaBSE has one: they are neither computed nor trained.
+
+    Args:
+        model: name of the folder, for messages.
+        modules: content of the folder's modules.json, of sentence-transformers.
+    """
+    kinds = (module["type"].rpartition(".")[2] for module in modules)
+    if others := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
+        raise ConfigurationError(
+            f"{model} has {', '.join(others)} behind its pooling (modules.json), which is neither computed nor trained "
+            "here; use a model without it"
+        )
 
 
 def stated_pooling(model: str, modes: Mapping[str, object]) -> Pooling:

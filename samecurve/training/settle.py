@@ -23,7 +23,7 @@ from samecurve.checkpoint.resume import read_state
 from samecurve.config.rules import in_steps
 from samecurve.engines import factory
 from samecurve.errors import CheckpointError, ConfigurationError
-from samecurve.losses.contrastive import stated_pooling
+from samecurve.losses.contrastive import MODULES, check_modules, stated_pooling
 from samecurve.metrics.meter import device_memory_bytes
 from samecurve.models.weight_files import commit_of
 from samecurve.specs.gpus import GIB
@@ -64,8 +64,7 @@ def settle_pooling(context: Context) -> Context:
     """Let an embedding model go on with its own pooling, unless the recipe names one. Collective.
 
     Raises:
-        ConfigurationError: the model has layers behind its pooling, which are not trained here and would be lost, or a
-            pooling that is not computed here.
+        ConfigurationError: the model has layers behind its pooling, or a pooling that is not computed here.
     """
     recipe = context.plan.recipe
     if recipe.task != "embed" or recipe.model.path is None:
@@ -73,13 +72,7 @@ def settle_pooling(context: Context) -> Context:
     path, revision = recipe.model.path, recipe.model.revision
 
     def choose() -> str:
-        modules = _sentence_file(path, revision, "modules.json", [{"type": str, "*": object}]) or []
-        kinds = [module["type"].rpartition(".")[2] for module in modules]
-        if others := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
-            raise ConfigurationError(
-                f"model.path: {path} has {', '.join(others)} behind its pooling (modules.json), which is not trained "
-                "here and would be lost; use a model without it"
-            )
+        check_modules(f"model.path: {path}", _sentence_file(path, revision, "modules.json", MODULES) or [])
         if "pooling" in recipe.embed.model_fields_set:
             return recipe.embed.pooling
         modes = _sentence_file(path, revision, "1_Pooling/config.json", {"*": object}) or {}

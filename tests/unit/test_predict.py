@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +225,15 @@ def test_vectors_and_their_table(folders, capsys, monkeypatch):
     assert commands.main(["predict", str(folders["embed"]), *many]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 18 and all("is nearest to" in line for line in lines)
+
+
+def test_no_vectors_without_the_layers_behind_the_pooling(folders, capsys, tmp_path):
+    folder = shutil.copytree(folders["embed"], tmp_path / "dense")
+    kinds = ("Transformer", "Pooling", "Dense", "Normalize")
+    modules = [{"idx": n, "type": f"sentence_transformers.models.{kind}"} for n, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert commands.main(["predict", str(folder), *TEXTS]) == 2
+    assert f"{folder} has Dense behind its pooling (modules.json)" in capsys.readouterr().err
 
 
 def test_what_a_terminal_shows(folders, tmp_path, capsys, monkeypatch):
