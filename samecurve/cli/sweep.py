@@ -137,6 +137,8 @@ def compare(members: Sequence[Member], output: Path) -> str:
     for member, run in zip(members, runs, strict=True):
         history = run.history
         last, lowest = (history.curves.get("eval_loss") or [(0, None)])[-1][1], history.lowest("eval_loss")
+        # of a long run, a point of the curve is the lowest or the highest of several evaluations
+        last = last and history.ends["eval_loss"][1]
         state = "done" if is_done(member) else run.status.get("state", "not started")
         where = f"{number(lowest[0])} at step {lowest[1]}" if lowest else ""
         loss = history.last.get("loss")

@@ -13,6 +13,7 @@ import pytest
 from samecurve.bench import jobs
 from samecurve.cli import commands, sweep
 from samecurve.errors import ConfigurationError
+from samecurve.reports.history import NUM_BUCKETS
 
 RECIPE = "recipes/quickstart.yaml"
 LOSSES = {("1e-3", "0"): 2.0, ("1e-3", "1"): 2.1, ("3e-3", "0"): 1.5, ("3e-3", "1"): 1.9}
@@ -98,6 +99,20 @@ def test_a_stopped_sweep_goes_on(trainings, tmp_path, capsys):
     assert all(f"learning_rate={rate},seed={seed}" in drawn for rate, seed in LOSSES)
     assert "held-out loss" in drawn and len(set(re.findall(r'stroke="(#\w+)" fill', drawn))) >= 4
     assert "A</b>" in (page := (tmp_path / "s" / "report.html").read_text()) and "D</b>" in page
+
+
+def test_a_long_run_is_ranked_by_its_last_evaluation(tmp_path):
+    """Its curve ends with the highest of three values, 9."""
+    ends = {"a": [1.0, 9.0, 2.0], "b": [3.0, 3.0, 3.0]}
+    members = [sweep.Member(name, tmp_path / name, []) for name in ends]
+    for member in members:
+        member.directory.mkdir()
+        losses = [4.0] * (3 * NUM_BUCKETS - 3) + ends[member.name]
+        lines = [{"step": step, "loss": 3.0, "eval_loss": loss} for step, loss in enumerate(losses, 1)]
+        (member.directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (member.directory / "run.json").write_text(json.dumps({"overrides": [], "start_step": 0}))
+        (member.directory / "status.json").write_text(json.dumps({"state": "done"}))
+    assert "best: a, held-out loss 2" in sweep.compare(members, tmp_path)
 
 
 def test_other_values_run_again(trainings, tmp_path):
