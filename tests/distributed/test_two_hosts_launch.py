@@ -62,7 +62,7 @@ def assert_same_curve(found: Run, expected: Run) -> None:
 )
 def test_every_launcher_trains_like_one_host(launcher, strategy, hosts, workspace):
     two_hosts.skip_without_quotes(launcher)
-    directory = workspace.folder / f"launched_{launcher}_{strategy}"
+    directory = workspace.folder / f"launched_{launcher}_{strategy};a&b%n"  # for a shell, and for pdsh
     command = launch(workspace, directory, strategy, "--hostfile", str(hosts.hostfile), "--launcher", launcher)
     done = hosts.run(command, ROOT, timeout_seconds=600)
     found = Run(directory, done.returncode, done.stdout)
