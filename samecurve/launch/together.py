@@ -42,7 +42,7 @@ def wait(starting: Iterable[StartedProcess], grace_seconds: float = GRACE_SECOND
         0, or the exit code of the first member that failed; 128 and the number of the signal that killed it.
     """
     members: list[StartedProcess] = []
-    with _passed_on(members):
+    with _passed_on(members) as told:
         try:
             members.extend(starting)
         except BaseException:
@@ -51,16 +51,16 @@ def wait(starting: Iterable[StartedProcess], grace_seconds: float = GRACE_SECOND
             raise
         while not any(codes := [member.process.poll() for member in members]) and None in codes:
             time.sleep(_POLL_SECONDS)
-        _end(members, grace_seconds)
+        _end(members, grace_seconds, told)
     failed = next((code for code in codes if code), 0)
     return failed if failed >= 0 else 128 - failed
 
 
-def _end(members: Sequence[StartedProcess], grace_seconds: float) -> None:
-    """End the members that still run."""
+def _end(members: Sequence[StartedProcess], grace_seconds: float, told: Sequence[StartedProcess] = ()) -> None:
+    """End the members that still run. told: those that end already, which a second signal would do at once."""
     deadline = time.monotonic() + grace_seconds
     for member in members:
-        if member.process.poll() is None:
+        if member.process.poll() is None and member not in told:
             _send(member, signal.SIGTERM)
     for member in members:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,17 +76,21 @@ def _send(member: StartedProcess, number: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def _passed_on(members: Sequence[StartedProcess]) -> Iterator[None]:
+def _passed_on(members: Sequence[StartedProcess]) -> Iterator[list[StartedProcess]]:
+    """Pass signals on to the members; yields those that were asked to end by one."""
+
     def pass_on(number: int, _: object) -> None:
         for member in members:
             _send(member, signal.Signals(number))
+        if number != signal.SIGUSR2:  # the run shows its stacks and continues
+            told.extend(members)
 
-    handlers = {}
+    handlers, told = {}, list[StartedProcess]()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup or in a background job: keep that
             handlers[number] = signal.signal(number, pass_on)
     try:
-        yield
+        yield told
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

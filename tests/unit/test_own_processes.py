@@ -40,12 +40,13 @@ signal.signal(signal.SIGINT, lambda *_: told.append("SIGINT"))
 code = dict(word.split(":") for word in sys.argv[1:]).get(rank)
 if code == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
-if code is not None:
+if code not in (None, "late"):
     sys.exit(int(code))
 say("waits")
 deadline = time.monotonic() + 30
 while not told and time.monotonic() < deadline:
     time.sleep(0.01)
+time.sleep(1 if code == "late" else 0)
 say("told", *told)
 sys.exit(75)
 """
@@ -88,8 +89,8 @@ def test_the_first_failure_ends_all_and_is_the_exit_code(fate, code, script):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_every_rank_once(number, script):
-    """They are not in the terminal's group, which would give them Ctrl-C a second time."""
-    done = start(script)
+    """They are not in the terminal's group, and one that saves longer than others is not told again."""
+    done = start([*script, "1:late"])
     assert done.stdout
     for _ in range(6):
         done.stdout.readline()
