@@ -6,8 +6,7 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -35,7 +34,6 @@ from samecurve.accelerator import cpu_bridge, deepspeed_introspection, fsdp, lau
 from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
-from samecurve.accelerator.prepared_loader import PreparedLoader
 from samecurve.accelerator.prepared_state import warn_of_unsaved_states
 from samecurve.accelerator.states import States
 from samecurve.accelerator.trackers import Trackers
@@ -110,7 +108,6 @@ class Accelerator(PreparedData, Trackers, States):
                 fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
         self._is_reduced = False  # a gradient of DeepSpeed's that waits for its step
-        self._accumulates = False  # by `accumulate`, not by a count of the script's own
 
     def _script_dims(self) -> ParallelDims:
         if self.parallelism_config is not None:
@@ -201,13 +198,6 @@ class Accelerator(PreparedData, Trackers, States):
             model = fsdp2_apply_ac(self, model)
         return model
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """See Accelerate."""
-        self._accumulates = True
-        with super().accumulate(*models):
-            yield
-
     def backward(self, loss: Tensor, reduction: str = "mean", num_items: float | None = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's loss to that of the step.
 
@@ -217,10 +207,11 @@ class Accelerator(PreparedData, Trackers, States):
             num_items: for a sum, the units of the whole step, of all micro-batches and processes; None: as the prepared
                 DataLoader has counted them.
             kwargs: as in Accelerate.
+
+        Raises:
+            ConfigurationError: num_items for a mean, or none for a sum that no loader counts.
         """
-        active = self.gradient_state.active_dataloader
-        if isinstance(active, PreparedLoader):
-            active.trained = True  # also where `num_items` leaves nothing to count
+        self.note_backward()
         loss = loss * self._weight(reduction, num_items)
         if self.distributed_type == DistributedType.DEEPSPEED:
             if self._is_reduced:
@@ -240,6 +231,11 @@ class Accelerator(PreparedData, Trackers, States):
     def _weight(self, reduction: str, num_items: float | None) -> float:
         """Return the factor by which gradients of such losses, averaged over the ranks, add up to the step's."""
         if num_items is not None:
+            if reduction != "sum":
+                raise ConfigurationError(
+                    f'backward: found num_items with reduction="{reduction}"; it divides a sum, so give the sum of the '
+                    'losses and reduction="sum", or leave num_items out'
+                )
             return self.mesh.loss_ranks / num_items
         if any(getattr(self.unwrap_model(model), _COUNTED, False) for model in self._models):
             return 1 / self.gradient_accumulation_steps  # what Accelerate's users multiply by
@@ -247,13 +243,14 @@ class Accelerator(PreparedData, Trackers, States):
         if units is None:  # no prepared loader counts: micro-batches are taken to be equally large
             if reduction == "sum":
                 raise ConfigurationError(
-                    'backward(reduction="sum"): no prepared loader counts the step; give num_items'
+                    'backward(reduction="sum"): no prepared loader counts the step, or its batches are not trained in '
+                    "turn, each once; give num_items"
                 )
             return 1 / self.gradient_accumulation_steps
         share = units.micro_batch if reduction == "mean" else min(units.micro_batch, 1)  # a copied row does not count
         weight = share * (self.mesh.loss_ranks / max(units.step, 1))
         # without `accumulate` each micro-batch counts as a step, and the script itself takes several for one
-        return weight if self._accumulates else weight / self.gradient_accumulation_steps
+        return weight if self.accumulates else weight / self.gradient_accumulation_steps
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip the gradients of the step, as torch.nn.utils.clip_grad_norm_ does in one process.

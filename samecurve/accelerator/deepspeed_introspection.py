@@ -94,6 +94,28 @@ def link_masters(engine: deepspeed.DeepSpeedEngine) -> None:
         )
 
 
+def drop_gradients(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Forget what ZeRO-1 and 2 keep of an unfinished step's gradients beside that which `zero_grad` clears.
+
+    As DeepSpeed does at an overflow (DeepSpeedZeroOptimizer.step in runtime/zero/stage_1_and_2.py, 0.19.8). ZeRO-3's
+    `zero_grad` sets micro_step_id to 0, and the next gradients replace those that it keeps (stage3.py).
+    """
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    zero: Any = engine.optimizer
+    if not isinstance(zero, stage_1_and_2.DeepSpeedZeroOptimizer):
+        return
+    zero.micro_step_id = stage_1_and_2.INITIAL_MICRO_STEP_ID  # on the CPU the next gradients replace those before
+    if zero.cpu_offload:
+        zero._offload_accumulated_param_ids = set()
+        zero.reset_cpu_buffers()
+    zero._release_preflattened_grad_buffers()
+    for group in zero.averaged_gradients:
+        zero.averaged_gradients[group] = None
+    for group in zero.all_grad_tensors:
+        zero.all_grad_tensors[group] = None
+
+
 def may_rescale(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether a smaller fp16 loss scale may cure an overflow: DeepSpeed then skips the step and lowers the scale."""
     scaler = dynamic_scaler(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
 
@@ -11,9 +12,10 @@ import torch
 from accelerate.data_loader import get_sampler
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather_object, recursively_apply
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from samecurve.accelerator import deepspeed_introspection
 from samecurve.accelerator.prepared_loader import GlobalBatches, PreparedLoader, Units
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import ConfigurationError
@@ -104,18 +106,41 @@ class PreparedData(accelerate.Accelerator):
     """
 
     count: Callable[[Any], int] | None = None  # the constructor's argument
+    accumulates = False  # by `accumulate`, not by a count of the script's own
+    _is_reduced = False  # a gradient of DeepSpeed's that waits for its step
 
     @cached_property
     def _control(self) -> ControlGroup:
         """Group for small messages on the CPU: they do not wait for a GPU's queue. Construction is collective."""
         return ControlGroup()
 
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """See Accelerate."""
+        self.accumulates = True
+        with super().accumulate(*models):
+            yield
+
+    def note_backward(self) -> None:
+        """Note that the batches in hand, of all loaders that are read in turn, are trained."""
+        for loader in self.gradient_state.dataloader_references:
+            if isinstance(loader, PreparedLoader):
+                loader.note_backward()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of an optimizer step that is not finished."""
+        for wrapper in self._optimizers:
+            wrapper.optimizer.zero_grad()
+        if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_engine_wrapped is not None:
+            deepspeed_introspection.drop_gradients(self.deepspeed_engine_wrapped.engine)
+        self._is_reduced = False
+
     @property
     def units(self) -> Units | None:
         """Units of the current micro-batch and its optimizer step, as its prepared loader counts them.
 
         Counted when they are asked for, so that an evaluation neither looks ahead nor communicates. None outside of a
-        prepared loader's loop.
+        prepared loader's loop, and where its batches are not trained in turn, each once.
         """
         active = self.gradient_state.active_dataloader
         return active.units() if isinstance(active, PreparedLoader) else None

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import accelerate
 import numpy as np
 import torch
 from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS, DataLoaderShard
@@ -125,6 +124,7 @@ class Position:
     Attributes:
         epoch, start: epoch of the next iteration, and the global batch that it begins with.
         current: epoch and global batches handed out, of an iteration that goes on or that a training loop left.
+        finished: the batches of this epoch up to the last finished optimizer step; None: the loop does not train.
         unfinished: batches handed out after `start` before the checkpoint, whose gradients are gone; None: none loaded.
     """
 
@@ -132,6 +132,7 @@ class Position:
     start: int = 0
     current: tuple[int, int] | None = None
     unfinished: int | None = None
+    finished: int | None = None
 
     def move(self, epoch: int, start: int = 0, current: tuple[int, int] | None = None, unfinished: int | None = None):
         self.epoch, self.start, self.current, self.unfinished = epoch, start, current, unfinished
@@ -153,7 +154,7 @@ class PreparedLoader(DataLoaderShard):
     (`next(iter(loader))`) without a backward pass leaves no trace.
 
     Args:
-        accelerator: has the counter of micro-batches that `accumulate` takes steps of.
+        accelerator: the PreparedData, whose `accumulate` counts micro-batches.
         loader: the user's loader.
         batches: rows of this process.
         device: where batches go; None leaves them on the CPU.
@@ -168,7 +169,7 @@ class PreparedLoader(DataLoaderShard):
 
     def __init__(
         self,
-        accelerator: accelerate.Accelerator,
+        accelerator: Any,
         loader: DataLoader,
         batches: GlobalBatches,
         device: Any,
@@ -177,7 +178,8 @@ class PreparedLoader(DataLoaderShard):
     ):
         self.accelerator, self.batches, self._count_batch, self._world = accelerator, batches, count, world
         self.position, self.skip, self.part = Position(), 0, _Part(None, [])
-        self._units: Units | None = None  # of the current micro-batch; None: not counted yet
+        self._units: Units | None = None  # of the current micro-batch
+        self._is_counted, self._is_repeated = False, False
         names = [name for name in _PYTORCH_DATALOADER_KWARGS if name not in _REPLACED and hasattr(loader, name)]
         options = {name: getattr(loader, name) for name in names}
         if isinstance(loader.sampler, BatchSampler):  # the dataset takes a list of indices and returns a batch
@@ -235,13 +237,18 @@ class PreparedLoader(DataLoaderShard):
         self._worker_seeds.manual_seed((self.batches.seed + epoch * processes + rank) % 2**63)
         self._source, self._window_end, self.trained = iter(self.base_dataloader), -1, False
         self._ahead: deque[_Part] = deque()
+        self._next, self._counts_units = start, True
         position.move(epoch + 1, 0, (epoch, start))
+        # before the first backward pass: a script with an optimizer will train the batch in hand
+        position.finished = start - self._unfinished() if self.accelerator._optimizers else None
         self.begin()
         try:
             for index in range(start, total):
                 self._index = index
                 self.part = self._ahead.popleft() if self._ahead else self._read()
-                self._units = None
+                self._is_counted = False
+                if index > start and not self.trained:
+                    position.finished = None
                 self.end_of_dataloader = index == total - 1
                 current = position.current = (epoch, index + 1)
                 batch = self.part.batch
@@ -261,32 +268,64 @@ class PreparedLoader(DataLoaderShard):
 
     def _drop_unfinished(self) -> None:
         """Forget the gradients of an optimizer step that a loop left in its middle: it had counted all of the step."""
-        accelerator = self.accelerator
-        unfinished = 0 if accelerator.sync_gradients else accelerator.step % self.gradient_state.num_steps
-        if not self.trained or not unfinished:
+        unfinished = self._unfinished()
+        if not self.trained or not unfinished or self.gradient_state.active_dataloader is not self:
             return
-        accelerator.step -= unfinished
-        for optimizer in accelerator._optimizers:
-            optimizer.optimizer.zero_grad()
+        self.accelerator.step -= unfinished
+        self.accelerator.drop_gradients()
         logger.warning(f"a loop ended within an optimizer step: the gradients of {unfinished} micro-batches are gone")
 
     def _read(self) -> _Part:
         batch = next(self._source)
         return _Part(batch, self.batches.rows(self.batches.sizes.popleft()))
 
-    def units(self) -> Units:
+    def _unfinished(self) -> int:
+        """Return the micro-batches of the optimizer step that `accumulate` has begun and not ended."""
+        accelerator = self.accelerator
+        return 0 if accelerator.sync_gradients else accelerator.step % self.gradient_state.num_steps
+
+    def note_backward(self) -> None:
+        """Note that the batch in hand is trained: a checkpoint will begin behind it, or with its optimizer step."""
+        self.trained, unfinished = True, self._unfinished()
+        if not unfinished or self.position.finished is None:
+            self.position.finished = self._index + 1 - unfinished
+
+    def units(self) -> Units | None:
         """Count the units of the current micro-batch and its optimizer step. Collective at a step's first micro-batch.
 
         Reads the step's other micro-batches, as many as Accelerate's `accumulate` will take, unless it did already.
+
+        Returns:
+            None where micro-batches are not the loader's batches in turn: where a loop takes several of one batch, or
+            reads a step's batches before it trains the first.
         """
-        accelerator, state = self.accelerator, self.gradient_state
-        self.trained = True
-        if self._units is None:
-            done = accelerator.step % state.num_steps  # micro-batches of the step that `accumulate` has begun; 0: all
-            if self._index > self._window_end or done == 1 % state.num_steps:
-                self._window_end = self._begin_window((-done) % state.num_steps)
-            self._units = Units(self._count(self.part), self._step_units)
+        accelerator, num_steps = self.accelerator, self.gradient_state.num_steps
+        self.note_backward()
+        if not self._is_counted or accelerator.step != self._counted_step:
+            done = accelerator.step % num_steps  # micro-batches of the step that `accumulate` has begun; 0: all
+            self._is_repeated |= self._is_counted and num_steps > 1  # `accumulate` once more for one batch
+            begins = done == 1 % num_steps or not accelerator.accumulates
+            self._check_turn(begins, num_steps)
+            self._is_counted, self._counted_step, self._next = True, accelerator.step, self._index + 1
+            if self._counts_units and (self._index > self._window_end or done == 1 % num_steps):
+                self._window_end = self._begin_window((-done) % num_steps)
+            self._units = Units(self._count(self.part), self._step_units) if self._counts_units else None
         return self._units
+
+    def _check_turn(self, begins: bool, num_steps: int) -> None:
+        """Decide at a micro-batch, which may begin a step, whether the loader can tell the step's units."""
+        skipped = self._index - self._next
+        if begins:
+            self._counts_units = num_steps == 1 or skipped != num_steps - 1  # all of a step's batches are read at once
+        elif skipped:
+            self._counts_units = False  # a step has other batches than were counted for it
+        self._counts_units &= not self._is_repeated
+        if not self._counts_units:
+            logger.warning_once(
+                "gradient accumulation takes other micro-batches than the loader's batches in turn (several of one "
+                "batch, batches read ahead or left out): those of a step count alike, as in Accelerate. To weigh them "
+                'by their units, give backward the sum of the losses with reduction="sum" and num_items'
+            )
 
     def _begin_window(self, remaining: int) -> int:
         """Count the current micro-batch and `remaining` more into `_step_units`; return the last one's index."""
@@ -317,15 +356,14 @@ class PreparedLoader(DataLoaderShard):
 
         Returns:
             epoch, from 0; batches: global micro-batches consumed in it; rows: rows consumed in it, -1 with a batch
-            sampler of the user's own; unfinished: micro-batches behind the position that were read for a step that is
-            not finished; seed of the order.
+            sampler of the user's own; unfinished: micro-batches behind the position that were read, and not trained or
+            for a step that is not finished; seed of the order.
         """
         position, batches = self.position, self.batches
         epoch, done, unfinished = position.epoch, position.start, position.unfinished or 0
         if position.current is not None:
             epoch, done = position.current
-            accelerator, num_steps = self.accelerator, self.gradient_state.num_steps
-            unfinished = 0 if accelerator.sync_gradients else accelerator.step % num_steps
+            unfinished = self._unfinished() if position.finished is None else done - position.finished
             # the end of an epoch is the next one's start
             more, done = divmod(done - unfinished, max(1, batches.total))
             epoch += more

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,7 @@ class States(accelerate.Accelerator):
     """The part of `samecurve.Accelerator` that saves and loads."""
 
     _control: ControlGroup  # of PreparedData
+    drop_gradients: Callable[[], None]  # of PreparedData
     _run: tuple[Engine, Checkpoints] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -206,14 +207,13 @@ class States(accelerate.Accelerator):
             hook(models, str(folder))
         live = PreparedState(self, decode(script["states"]))
         self._check(folder, script, live)
-        for optimizer in self._optimizers if self.distributed_type != DistributedType.DEEPSPEED else ():
-            optimizer.optimizer.zero_grad()  # of a step that the checkpoint does not know
+        self.drop_gradients()  # of a step that the checkpoint does not know
         reader = restore(folder, live, saved, world, script["seed"], lambda: None)
         with torch.no_grad():
             for name, buffer in live.buffers.items():
                 buffer.copy_(reader.tensor(0, f"{BUFFER}/{name}").reshape(buffer.shape))
         values = script["values"]
-        self.step = values["step"]
+        self.step = values["step"] - values["step"] % self.gradient_accumulation_steps  # a whole step begins
         for label, part in self._parts():
             if label in values:
                 part.load_state_dict(decode(values[label], lambda key: reader.tensor(0, key)))
