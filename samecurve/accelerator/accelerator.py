@@ -21,16 +21,16 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
-    convert_outputs_to_fp32,
 )
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DummyOptim  # not in utils without DeepSpeed
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # not in utils without DeepSpeed
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from samecurve.accelerator import cpu_bridge, deepspeed_introspection, fsdp, launch_env
+from samecurve.accelerator import cpu_bridge, fsdp, launch_env
+from samecurve.accelerator.deepspeed_steps import DeepSpeedSteps
 from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
@@ -51,7 +51,7 @@ _WORLDS: list[dist.ProcessGroup] = []
 _COUNTED = "_num_items_given"
 
 
-class Accelerator(PreparedData, Trackers, States):
+class Accelerator(PreparedData, DeepSpeedSteps, Trackers, States):
     """Accelerate's Accelerator with the same names and signatures, and a step that is exact.
 
     A step's gradient is that of one mean over all of its units (rows, or tokens with a label): of all micro-batches and
@@ -106,8 +106,6 @@ class Accelerator(PreparedData, Trackers, States):
                 dtype = compute_dtype(own.get(self.mixed_precision, self.mixed_precision))
                 policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
                 fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
-        self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
-        self._is_reduced = False  # a gradient of DeepSpeed's that waits for its step
 
     def _script_dims(self) -> ParallelDims:
         if self.parallelism_config is not None:
@@ -124,10 +122,14 @@ class Accelerator(PreparedData, Trackers, States):
         """See Accelerate. Warns of layers that compute something else on another number of processes.
 
         Warns after the first step of an optimizer whose states `save_state` cannot keep.
+
+        Raises:
+            ConfigurationError: DeepSpeed would leave out or replace an optimizer or a scheduler.
         """
         for part in args if self._is_script else ():
             if isinstance(part, torch.optim.Optimizer) and hasattr(part, "_optimizer_step_post_hooks"):
                 warn_of_unsaved_states(part, self.is_main_process)  # not of one that is prepared already
+        self._check_parts(args)
         warned = self._is_script and self.num_processes > 1 and self.is_main_process
         for model in (part for part in args if isinstance(part, nn.Module)):
             cpu_bridge.install_sync_batch_norm(model, self.device)
@@ -139,19 +141,11 @@ class Accelerator(PreparedData, Trackers, States):
                 self._begin_deepspeed(model, args)
         prepared = super().prepare(*args, device_placement=device_placement)
         for part in prepared if isinstance(prepared, tuple) else (prepared,):
-            if isinstance(part, DeepSpeedOptimizerWrapper):
-                part.__class__, part.take_step = _DeepSpeedOptimizer, self._take_deepspeed_step  # pyright: ignore
+            if type(part) is DeepSpeedOptimizerWrapper:
+                self._end_deepspeed(part)
             elif isinstance(part, nn.Module) and self._is_script:
                 self.save_whole(part)
         return prepared
-
-    def _begin_deepspeed(self, model: nn.Module, prepared: tuple) -> None:
-        if any(isinstance(part, torch.optim.Optimizer | DummyOptim) for part in prepared):
-            self.deepspeed_engine_wrapped = None  # `backward` is of the model that is trained
-        deepspeed_introspection.complete_config(self.deepspeed_plugin, model, prepared, self.num_processes)
-        if self._is_script and self.mixed_precision in ("bf16", "fp16"):  # a script's loss is fp32, as after autocast
-            whole: Any = model
-            whole._original_forward, whole.forward = model.forward, convert_outputs_to_fp32(model.forward)
 
     def prepare_model(
         self,
@@ -260,17 +254,22 @@ class Accelerator(PreparedData, Trackers, States):
 
         Returns:
             The L2 norm before clipping, an fp64 scalar on the CPU: the same on every process and under every strategy.
+
+        Raises:
+            ConfigurationError: DeepSpeed clips other parameters than these, or by another norm.
         """
+        given: list[Any] = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         if self.distributed_type == DistributedType.DEEPSPEED:
+            if self._is_script:
+                self._check_clipped(given, norm_type)
             norm = None  # not known before the step
             if self.sync_gradients:
                 self._take_deepspeed_step(max_norm)
                 norm = self._deepspeed.get_global_grad_norm()
             return torch.tensor(math.nan if norm is None else float(norm), dtype=torch.float64)
         if norm_type != 2:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+            return super().clip_grad_norm_(given, max_norm, norm_type)
         self.unscale_gradients()
-        given: Iterable[nn.Parameter] = [parameters] if isinstance(parameters, Tensor) else parameters  # pyright: ignore
         trained = [parameter for parameter in given if parameter.grad is not None]
         place_gradients(trained)
         norm = math.sqrt(*copy_to_host(squared_norm(trained, self.mesh))()) if trained else 0.0
@@ -279,35 +278,6 @@ class Accelerator(PreparedData, Trackers, States):
         if factor != 1.0:
             torch._foreach_mul_([local_gradient(parameter) for parameter in trained], factor)
         return torch.tensor(norm, dtype=torch.float64)
-
-    def _take_deepspeed_step(self, max_norm: float | None = None) -> None:
-        """Let DeepSpeed clip and update, unless it has done so for this step."""
-        if self._step_taken:
-            return
-        engine = self._deepspeed
-        if max_norm is not None:
-            engine.optimizer.clip_grad = max_norm
-            engine._config.gradient_clipping = max_norm  # of stage 0 in fp32
-        engine.step()
-        self._step_taken, self._is_reduced = True, False
-        if self._is_script:
-            deepspeed_introspection.read_models_whole()
-
-    @property
-    def _deepspeed(self) -> Any:
-        wrapper = self.deepspeed_engine_wrapped
-        assert wrapper is not None, "backward before prepare"
-        return wrapper.engine
-
-
-class _DeepSpeedOptimizer(DeepSpeedOptimizerWrapper):
-    """DeepSpeed's optimizer, whose `step` takes the step: Accelerate's own takes it within `backward`."""
-
-    take_step: Callable[[], None]
-
-    def step(self, closure: Any = None) -> None:
-        if self.gradient_state.sync_gradients:
-            self.take_step()
 
 
 def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:
