@@ -17,6 +17,8 @@ Record = dict[str, Any]
 # A difference counts from this multiple of what another order of the same rows changes by rounding ...
 ROUNDING_FACTOR = 20
 LEAST = 2e-6  # ... and from here on in any case, relative: a few roundings of fp32
+FP32 = 2**-22  # what fp32 rounds of weights in a few updates, relative to their norm
+LEAST_UPDATE = 1e-3  # from where the difference of an update counts: Adam's magnifies what gradients are rounded
 MOST = 0.1  # from here on it counts unless rounding alone has half of it: chaos must not excuse everything
 RANDOM = 1e-2  # from here on a first loss of the same rows is one of other inputs
 LEAST_NORM = 1e-6  # of gradients; below, nothing is learnt and anything agrees
@@ -119,7 +121,8 @@ class Finding(NamedTuple):
 class Differences:
     """Relative differences of a run at each step, and the weight whose gradient or value differs most.
 
-    Gradients are compared with their own norms, or 1/1000 of the largest, weights with the norm of the whole model.
+    Gradients are compared with their own norms, or 1/1000 of the largest, weights with the norm of the whole model, and
+    the "update", the change of all weights since the start, with its own norm.
     """
 
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -144,6 +147,10 @@ class Differences:
                 }
                 worst = max(by_name, key=by_name.__getitem__, default="")
                 made.add(kind, by_name.get(worst, 0.0), worst)
+            start, weights = reference.ranks[0][0]["start"], other["weights"]
+            size = max(_change(one["weights"], start), _change(weights, start))
+            apart = _change(one["weights"], weights) - FP32 * _norm(start)
+            made.add("update", apart / size if apart > 0 else 0.0, "")
         return made
 
     def add(self, kind: str, value: float, place: str) -> None:
@@ -188,6 +195,17 @@ def distance(one: Sequence[float], other: Sequence[float], least: float = 0.0) -
     squares = sum((a - b) ** 2 for a, b in zip(one[1:], other[1:], strict=True)) / (len(one) - 1)
     difference = math.sqrt(squares) / size if size else 0.0
     return math.inf if math.isnan(difference) else difference
+
+
+def _change(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
+    """Return the norm of the difference of two sketched models, of the weights that both have."""
+    pairs = ((a, b) for name in one.keys() & other.keys() for a, b in zip(one[name][1:], other[name][1:], strict=True))
+    count = max((len(values) - 1 for values in one.values()), default=1)
+    return math.sqrt(sum((a - b) ** 2 for a, b in pairs) / count)
+
+
+def _norm(weights: dict[str, list[float]]) -> float:
+    return math.hypot(*(values[0] for values in weights.values()))
 
 
 def data_findings(run: Run, natural: Run) -> Iterator[Finding]:
@@ -245,16 +263,7 @@ def findings(
         yield Finding("start", 1, text)
     if clipping := next(filter(None, map(_clipping, count(1), run.ranks[0], reference.ranks[0])), None):
         yield clipping
-    for kind in ("loss", "gradients", "norm", "weights"):
-        for step, (value, place) in enumerate(
-            zip(differences.values.get(kind, []), differences.places.get(kind, []), strict=True)
-        ):
-            bound = rounding.bound(kind, step)
-            if not value <= bound:
-                of = f" of {place}" if place else ""
-                why = _cause_of_loss(run, reference, step) if kind == "loss" else ""
-                yield Finding(kind, step + 1, f"{value:.1e}{of} away, relative; rounding explains {bound:.1e}{why}")
-                break
+    yield from _numeric_findings(run, reference, differences, rounding)
     for step in range(len(run)):
         weights = [rank[step]["weights"] for rank in run.ranks]
         apart = [name for name in weights[0] if any(other.get(name) != weights[0][name] for other in weights[1:])]
@@ -262,6 +271,23 @@ def findings(
             text = f"{len(apart)} weights are not the same on all of them, {apart[0]} the first: they train apart"
             yield Finding("ranks", step + 1, text)
             break
+
+
+def _numeric_findings(run: Run, reference: Run, differences: Differences, rounding: Differences) -> Iterator[Finding]:
+    """Find the first step of each kind whose difference rounding does not explain; see `findings`."""
+    is_apart = False
+    for kind in ("loss", "gradients", "norm", "weights", "update"):
+        if kind == "update" and is_apart:
+            return  # what is wrong is said
+        values, places = differences.values.get(kind, []), differences.places.get(kind, [])
+        for step, (value, place) in enumerate(zip(values, places, strict=True)):
+            bound = max(rounding.bound(kind, step), LEAST_UPDATE if kind == "update" else 0.0)
+            if not value <= bound:
+                is_apart, of = True, f" of {place}" if place else " of the change since the start" * (kind == "update")
+                why = _cause_of_loss(run, reference, step) if kind == "loss" else ""
+                text = f"{value:.1e}{of} away, relative; rounding explains {bound:.1e}{why}"
+                yield Finding("weights" if kind == "update" else kind, step + 1, text)
+                break
 
 
 def _clipping(step: int, record: Record, other: Record) -> Finding | None:
@@ -350,6 +376,9 @@ def why_nothing_is_shown(reference: Run) -> str:
         return f"all gradients are below {LEAST_NORM:g}: this model learns nothing, and any strategy agrees with it"
     if all(records[0]["start"].get(name) == values for name, values in records[-1]["weights"].items()):
         return "no weight moves: each learning rate is 0, or the optimizer has other weights than the model"
+    start, weights = records[0]["start"], records[-1]["weights"]
+    if _change(weights, start) <= LEAST * _norm(start):
+        return f"the weights move by less than {LEAST:g} of their norm, which fp32 rounds: raise the learning rate"
     return ""
 
 

@@ -219,6 +219,8 @@ class Proof:
             return (Finding("resume", saved + 1, f"after what was saved at step {saved} the script {error}"),)
         reference = self._reference.after(saved, killed)
         differences = Differences.between(run, reference)
+        # what rounding has changed before the save is no part of the change since then
+        del differences.values["update"], differences.places["update"]
         seen = findings(run, _sharding(job), reference, differences, self._rounding.after(saved))
         seen = [*data_findings(run, natural.after(saved, killed)), *sorted(seen, key=lambda finding: finding.step)]
         return tuple(Finding("resume", saved + kind[1], f"{kind[0]}: {kind[2]}") for kind in seen[:1])

@@ -202,6 +202,17 @@ def test_planted_difference_is_named(different, kind, text):
     assert text in judged(different)[0].text
 
 
+def test_a_wrong_update_is_found_however_small():
+    """At the rates of a warm-up; the weights themselves are the same to 2e-6."""
+    slow, wrong, rounded = (step(weight=1 + change) for change in (1e-6, 2e-6, 1.1e-6))
+    alone, twice, same = (run([step(), step(), last]) for last in (slow, wrong, rounded))
+    nothing = Differences.between(alone, alone)
+    (finding,) = findings(twice, "ddp", alone, Differences.between(twice, alone), nothing)
+    assert (finding.kind, finding.step) == ("weights", 3) and "of the change since the start" in finding.text
+    assert [*findings(same, "ddp", alone, Differences.between(same, alone), nothing)] == []  # fp32 has no more digits
+    assert "which fp32 rounds" in why_nothing_is_shown(alone)
+
+
 def test_hidden_rows_are_known_by_their_places_in_the_data_set():
     hidden = {"rows": []}
     alone, same, apart = (
