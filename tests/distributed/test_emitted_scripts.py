@@ -94,5 +94,5 @@ def _slurm(folder) -> dict[str, str]:
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(free_port() % 20000)}
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "here"}
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1"}
     return job | step | {"PATH": f"{tools}:{BIN}:/usr/bin:/bin"}
