@@ -149,7 +149,7 @@ class Differences:
                 made.add(kind, by_name.get(worst, 0.0), worst)
             start, weights = reference.ranks[0][0]["start"], other["weights"]
             size = max(_change(one["weights"], start), _change(weights, start))
-            apart = _change(one["weights"], weights) - FP32 * _norm(start)
+            apart = _change(one["weights"], weights) - FP32 * _norm(weights)
             made.add("update", apart / size if apart > 0 else 0.0, "")
         return made
 
@@ -377,7 +377,7 @@ def why_nothing_is_shown(reference: Run) -> str:
     if all(records[0]["start"].get(name) == values for name, values in records[-1]["weights"].items()):
         return "no weight moves: each learning rate is 0, or the optimizer has other weights than the model"
     start, weights = records[0]["start"], records[-1]["weights"]
-    if _change(weights, start) <= LEAST * _norm(start):
+    if _change(weights, start) <= LEAST * _norm(weights):
         return f"the weights move by less than {LEAST:g} of their norm, which fp32 rounds: raise the learning rate"
     return ""
 

@@ -211,6 +211,8 @@ def test_a_wrong_update_is_found_however_small():
     assert (finding.kind, finding.step) == ("weights", 3) and "of the change since the start" in finding.text
     assert [*findings(same, "ddp", alone, Differences.between(same, alone), nothing)] == []  # fp32 has no more digits
     assert "which fp32 rounds" in why_nothing_is_shown(alone)
+    beside = step() | {"start": {"a large frozen one": [1e6] * 9, **step()["start"]}}
+    assert why_nothing_is_shown(run([beside, MOVED])) == ""  # of an adapter's weights, not the base model's
 
 
 def test_hidden_rows_are_known_by_their_places_in_the_data_set():
