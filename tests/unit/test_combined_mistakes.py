@@ -24,6 +24,7 @@ MEASURED = [
     *("data.path", "data.mixture", "data.pattern", "data.split", "data.config", "data.revision"),
     *("evaluate.path", "evaluate.config", "evaluate.revision"),
 ]
+TRAINED_FILES = "the file that is trained on", "a file of the folder that is trained on", "a folder of a source"
 # What a finding rests on without naming it.
 NEEDED = {
     "no data": ["task", "data.source"],
@@ -45,6 +46,7 @@ NEEDED = {
     "the split that is trained on": MEASURED,
     "the split that is trained on, in other words": MEASURED,
     "the split that is trained on, of a URL": MEASURED,
+    **dict.fromkeys(TRAINED_FILES, [*MEASURED, "output_dir"]),
     "a split beside files": ["evaluate.path"],
     "a split beside a file": ["evaluate.path", "data.pattern"],
     "the hub's keys of a file": ["data.mixture"],
