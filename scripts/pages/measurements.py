@@ -155,7 +155,6 @@ OLDER: dict[str, str] = {
         (
             "benchmarks/compare.md",
             "docs/equal_curves.md",
-            "docs/museum.md",
             "benchmarks/long_rows.md",
             "benchmarks/scale.md",
             "benchmarks/accelerate_script.md",
