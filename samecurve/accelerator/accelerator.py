@@ -6,9 +6,10 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import accelerate
 import torch
@@ -17,23 +18,21 @@ from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
-    DynamoBackend,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    TorchDynamoPlugin,
 )
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # not in utils without DeepSpeed
-from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from samecurve.accelerator import cpu_bridge, fsdp, launch_env
-from samecurve.accelerator.deepspeed_steps import DeepSpeedSteps
+from samecurve.accelerator import cpu_bridge, deepspeed_introspection, fsdp, launch_env
+from samecurve.accelerator.deepspeed_prepare import DeepSpeedPrepare
 from samecurve.accelerator.gradient_norm import place_gradients, squared_norm
 from samecurve.accelerator.mesh import Mesh, copy_to_host
 from samecurve.accelerator.prepared_data import PreparedData
+from samecurve.accelerator.prepared_loader import PreparedLoader
 from samecurve.accelerator.prepared_state import warn_of_unsaved_states
 from samecurve.accelerator.states import States
 from samecurve.accelerator.trackers import Trackers
@@ -51,7 +50,7 @@ _WORLDS: list[dist.ProcessGroup] = []
 _COUNTED = "_num_items_given"
 
 
-class Accelerator(PreparedData, DeepSpeedSteps, Trackers, States):
+class Accelerator(PreparedData, DeepSpeedPrepare, Trackers, States):
     """Accelerate's Accelerator with the same names and signatures, and a step that is exact.
 
     A step's gradient is that of one mean over all of its units (rows, or tokens with a label): of all micro-batches and
@@ -106,6 +105,10 @@ class Accelerator(PreparedData, DeepSpeedSteps, Trackers, States):
                 dtype = compute_dtype(own.get(self.mixed_precision, self.mixed_precision))
                 policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
                 fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
+        self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
+        self._is_reduced = False  # a gradient of DeepSpeed's that waits for its step
+        self._file_max_norm = 0.0  # of a step without clip_grad_norm_ under DeepSpeed
+        self._grow_scale: Callable[[], None] | None = None
 
     def _script_dims(self) -> ParallelDims:
         if self.parallelism_config is not None:
@@ -147,6 +150,13 @@ class Accelerator(PreparedData, DeepSpeedSteps, Trackers, States):
                 self.save_whole(part)
         return prepared
 
+    def _end_deepspeed(self, optimizer: DeepSpeedOptimizerWrapper) -> None:
+        """Let the prepared optimizer's `step` take the step, which Accelerate takes within `backward`."""
+        optimizer.__class__, optimizer.take_step = _DeepSpeedOptimizer, self._take_deepspeed_step  # pyright: ignore
+        self._file_max_norm = self._deepspeed.gradient_clipping()
+        if self._is_script:
+            self._grow_scale = deepspeed_introspection.grow_after_step(self._deepspeed)
+
     def prepare_model(
         self,
         model: nn.Module,
@@ -166,7 +176,7 @@ class Accelerator(PreparedData, DeepSpeedSteps, Trackers, States):
         parts = [part if isinstance(part, nn.Module) else self._prepare_one(part) for part in parts]
         for index, model in enumerate(parts):
             if isinstance(model, nn.Module):
-                model = self._whole_model(model)
+                model = fsdp.whole_model(self, model)
                 names = {weight: name for name, weight in model.named_parameters()}
                 parts[index] = model = self.prepare_model(model)
                 shards = dict(model.named_parameters())
@@ -177,20 +187,12 @@ class Accelerator(PreparedData, DeepSpeedSteps, Trackers, States):
                     group["params"] = [shards[names[weight]] for weight in group["params"]]
         return tuple(parts)
 
-    def _whole_model(self, model: nn.Module) -> nn.Module:
-        """Do to a script's model what has to be done before it is sharded, as Accelerate does."""
-        plugin = fsdp.plugin_of(self)
-        if cast(TorchDynamoPlugin, self.state.dynamo_plugin).backend != DynamoBackend.NO:
-            raise ConfigurationError("dynamo_backend under FSDP2: compile layers in the script, before prepare")
-        if any(weight.is_meta for weight in model.parameters()):
-            raise ConfigurationError("FSDP2: the model has weights on the meta device; load them first")
-        if self.mixed_precision != "no":  # the optimizer updates fp32
-            for weight in model.parameters():
-                weight.data = weight.data.float() if weight.requires_grad else weight.data
-        if plugin.activation_checkpointing:
-            plugin.set_auto_wrap_policy(model)
-            model = fsdp2_apply_ac(self, model)
-        return model
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """See Accelerate."""
+        self.accumulates = True
+        with super().accumulate(*models):
+            yield
 
     def backward(self, loss: Tensor, reduction: str = "mean", num_items: float | None = None, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's loss to that of the step.
@@ -205,7 +207,9 @@ class Accelerator(PreparedData, DeepSpeedSteps, Trackers, States):
         Raises:
             ConfigurationError: num_items for a mean, or none for a sum that no loader counts.
         """
-        self.note_backward()
+        for loader in self.gradient_state.dataloader_references:  # all that are read in turn
+            if isinstance(loader, PreparedLoader):
+                loader.note_backward()
         loss = loss * self._weight(reduction, num_items)
         if self.distributed_type == DistributedType.DEEPSPEED:
             if self._is_reduced:
@@ -278,6 +282,37 @@ class Accelerator(PreparedData, DeepSpeedSteps, Trackers, States):
         if factor != 1.0:
             torch._foreach_mul_([local_gradient(parameter) for parameter in trained], factor)
         return torch.tensor(norm, dtype=torch.float64)
+
+    def _take_deepspeed_step(self, max_norm: float | None = None) -> None:
+        """Let DeepSpeed clip and update, unless it has done so for this step."""
+        if self._step_taken:
+            return
+        engine = self._deepspeed
+        limit = self._file_max_norm if max_norm is None else max_norm
+        engine.optimizer.clip_grad = limit
+        engine._config.gradient_clipping = limit  # of stage 0 in fp32
+        engine.step()
+        self._step_taken, self._is_reduced = True, False
+        if self._grow_scale and engine.was_step_applied():
+            self._grow_scale()
+        if self._is_script:
+            deepspeed_introspection.read_models_whole()
+
+    @property
+    def _deepspeed(self) -> Any:
+        wrapper = self.deepspeed_engine_wrapped
+        assert wrapper is not None, "backward before prepare"
+        return wrapper.engine
+
+
+class _DeepSpeedOptimizer(DeepSpeedOptimizerWrapper):
+    """DeepSpeed's optimizer, whose `step` takes the step: Accelerate's own takes it within `backward`."""
+
+    take_step: Callable[[], None]
+
+    def step(self, closure: Any = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self.take_step()
 
 
 def _for_script(kwargs: dict[str, Any]) -> dict[str, Any]:

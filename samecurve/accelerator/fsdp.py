@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import DynamoBackend
+from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -26,6 +28,22 @@ if TYPE_CHECKING:
 
 
 Model = TypeVar("Model", bound=Any)  # a module; without transformers' methods it is one unit
+
+
+def whole_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Do to a script's model what has to be done before it is sharded, as Accelerate does."""
+    plugin, dynamo = plugin_of(accelerator), accelerator.state.dynamo_plugin
+    if dynamo is not None and dynamo.backend != DynamoBackend.NO:
+        raise ConfigurationError("dynamo_backend under FSDP2: compile layers in the script, before prepare")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ConfigurationError("FSDP2: the model has weights on the meta device; load them first")
+    if accelerator.mixed_precision != "no":  # the optimizer updates fp32
+        for weight in model.parameters():
+            weight.data = weight.data.float() if weight.requires_grad else weight.data
+    if plugin.activation_checkpointing:
+        plugin.set_auto_wrap_policy(model)
+        model = fsdp2_apply_ac(accelerator, model)
+    return model
 
 
 def shard(accelerator: Accelerator, model: Model, mesh: Mesh, whole: Collection[str] = ()) -> Model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ import torch
 from accelerate.data_loader import get_sampler
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather_object, recursively_apply
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from samecurve.accelerator import deepspeed_introspection
@@ -113,19 +112,6 @@ class PreparedData(accelerate.Accelerator):
     def _control(self) -> ControlGroup:
         """Group for small messages on the CPU: they do not wait for a GPU's queue. Construction is collective."""
         return ControlGroup()
-
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """See Accelerate."""
-        self.accumulates = True
-        with super().accumulate(*models):
-            yield
-
-    def note_backward(self) -> None:
-        """Note that the batches in hand, of all loaders that are read in turn, are trained."""
-        for loader in self.gradient_state.dataloader_references:
-            if isinstance(loader, PreparedLoader):
-                loader.note_backward()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of an optimizer step that is not finished."""

@@ -210,9 +210,13 @@ class Meter:
             return {"tflops_per_device": None, "mfu": None, "hfu": None}
         left_out = (num_inputs - num_trained) * self._flops.head if self._chunked else 0.0
         cut = (1 - width_share) * num_inputs  # of attention, whose work per token grows with the width
-        model = (self._flops.model * num_inputs - cut * self._flops.attention - left_out) / device_seconds / 1e12
-        hardware = self._flops.hardware * num_inputs - cut * self._flops.hardware_attention - left_out
-        hardware /= device_seconds * 1e12
+        model, hardware = (  # alike to the last bit where nothing is computed twice
+            (flops * num_inputs - cut * attention - left_out) / device_seconds / 1e12
+            for flops, attention in (
+                (self._flops.model, self._flops.attention),
+                (self._flops.hardware, self._flops.hardware_attention),
+            )
+        )
         peak = self.machine.peak
         return {
             "tflops_per_device": model,

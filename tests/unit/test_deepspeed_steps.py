@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samecurve.accelerator import deepspeed_steps
+from samecurve.accelerator.accelerator import Accelerator
 
 PROBE = Path(__file__).with_name("deepspeed_steps_probe.py")
 STRATEGIES = {"single", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"}
@@ -72,9 +72,9 @@ def test_a_loss_scale_grows_after_steps_that_were_taken():
     grown, applied = [], iter([True, False, True])
     engine = SimpleNamespace(optimizer=SimpleNamespace(), _config=SimpleNamespace(), step=lambda: None)
     engine.was_step_applied = lambda: next(applied)
-    steps = deepspeed_steps.DeepSpeedSteps.__new__(deepspeed_steps.DeepSpeedSteps)
+    steps = Accelerator.__new__(Accelerator)
     steps._is_script, steps.deepspeed_engine_wrapped = False, SimpleNamespace(engine=engine)
-    steps._grow_scale = lambda: grown.append(True)
+    steps._grow_scale, steps._file_max_norm = lambda: grown.append(True), 0.0
     for _ in range(3):
         steps._step_taken = False
         steps._take_deepspeed_step()

@@ -1,9 +1,9 @@
-"""What a model is handed to DeepSpeed with, and the optimizer steps that DeepSpeed takes of it."""
+"""What a script's model is handed to DeepSpeed with, and what it may ask of it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
@@ -11,7 +11,6 @@ import accelerate
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.deepspeed import (  # not in utils without DeepSpeed
-    DeepSpeedOptimizerWrapper,
     DummyOptim,
     DummyScheduler,
 )
@@ -24,14 +23,10 @@ from samecurve.errors import ConfigurationError
 _OF_MATRICES = ("Adafactor", "LBFGS", "Muon")  # ZeRO gives an optimizer one flat part of all weights
 
 
-class DeepSpeedSteps(accelerate.Accelerator):
-    """The part of samecurve.Accelerator that hands a model to DeepSpeed, and takes its steps."""
+class DeepSpeedPrepare(accelerate.Accelerator):
+    """The part of samecurve.Accelerator that hands a model to DeepSpeed, and refuses what DeepSpeed does otherwise."""
 
     _is_script: bool
-    _step_taken = False  # by clip_grad_norm_
-    _is_reduced = False  # a gradient that waits for its step
-    _file_max_norm = 0.0  # of a step without clip_grad_norm_
-    _grow_scale: Callable[[], None] | None = None
     _weights: tuple[ref[Tensor], ...] = ()  # of the optimizer; they do not outlive `free_memory`
 
     def _check_parts(self, prepared: tuple) -> None:
@@ -71,13 +66,6 @@ class DeepSpeedSteps(accelerate.Accelerator):
             whole: Any = model
             whole._original_forward, whole.forward = model.forward, convert_outputs_to_fp32(model.forward)
 
-    def _end_deepspeed(self, optimizer: DeepSpeedOptimizerWrapper) -> None:
-        """Let the prepared optimizer's `step` take the step, which Accelerate takes within `backward`."""
-        optimizer.__class__, optimizer.take_step = _DeepSpeedOptimizer, self._take_deepspeed_step  # pyright: ignore
-        self._file_max_norm = self._deepspeed.gradient_clipping()
-        if self._is_script:
-            self._grow_scale = deepspeed_introspection.grow_after_step(self._deepspeed)
-
     def _check_clipped(self, parameters: Iterable[Tensor], norm_type: float) -> None:
         """Raise ConfigurationError unless these are what DeepSpeed clips: the optimizer's weights, by their L2 norm."""
         given = {id(weight) for weight in parameters if weight.requires_grad}
@@ -93,37 +81,6 @@ class DeepSpeedSteps(accelerate.Accelerator):
                 f"{len(given - trained)} that it does not train; DeepSpeed clips all of the optimizer's together. "
                 "Give it model.parameters(), and freeze what no group has by requires_grad_(False)"
             )
-
-    def _take_deepspeed_step(self, max_norm: float | None = None) -> None:
-        """Let DeepSpeed clip and update, unless it has done so for this step."""
-        if self._step_taken:
-            return
-        engine = self._deepspeed
-        limit = self._file_max_norm if max_norm is None else max_norm
-        engine.optimizer.clip_grad = limit
-        engine._config.gradient_clipping = limit  # of stage 0 in fp32
-        engine.step()
-        self._step_taken, self._is_reduced = True, False
-        if self._grow_scale and engine.was_step_applied():
-            self._grow_scale()
-        if self._is_script:
-            deepspeed_introspection.read_models_whole()
-
-    @property
-    def _deepspeed(self) -> Any:
-        wrapper = self.deepspeed_engine_wrapped
-        assert wrapper is not None, "backward before prepare"
-        return wrapper.engine
-
-
-class _DeepSpeedOptimizer(DeepSpeedOptimizerWrapper):
-    """DeepSpeed's optimizer, whose `step` takes the step: Accelerate's own takes it within `backward`."""
-
-    take_step: Callable[[], None]
-
-    def step(self, closure: Any = None) -> None:
-        if self.gradient_state.sync_gradients:
-            self.take_step()
 
 
 def _keep_optimizer(config: dict[str, Any], optimizer: torch.optim.Optimizer, is_main: bool) -> None:
