@@ -15,7 +15,7 @@ import yaml
 from samecurve.config import loader
 from samecurve.config.inheritance import latest_overrides
 from samecurve.config.schema import Recipe
-from samecurve.errors import ConfigurationError
+from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.launch import scripts
 from samecurve.launch.target import Target, command, read_back, unnamed
 from samecurve.planner import cluster, inputs, model_shape, plan_text
@@ -70,7 +70,7 @@ def emit(
     names = write_files(folder, texts, record)
     try:
         _check(target, launchers, _planned(choice, request))
-    except ConfigurationError:
+    except SamecurveError:
         with storage_errors(Path(folder)):  # nobody shall start what turned out to be refused
             for name in names:
                 (Path(folder) / name).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from samecurve.cli.commands import main
+from samecurve.errors import TopologyError
 from samecurve.launch import scripts
 from samecurve.launch.hosts import HostSlots
 from samecurve.launch.target import LAUNCHERS, Target, read_back, unnamed
@@ -243,6 +244,15 @@ def test_a_job_with_other_values_than_the_plan_is_refused(recipe, tmp_path, caps
     monkeypatch.setattr(emission, "recipe_values", lambda *_: ["optimizer.weight_decay=0.7"])
     assert emitted(tmp_path / "plan", recipe, "fsdp", "torchrun") == 2
     assert "optimizer: the files make another job than the plan" in capsys.readouterr().err
+    assert not [*(tmp_path / "plan").iterdir()]
+
+
+def test_a_job_that_does_not_fit_its_processes_leaves_no_files(recipe, tmp_path, monkeypatch):
+    def refused(*_):
+        raise TopologyError("2 processes")
+
+    monkeypatch.setattr(emission, "_check", refused)
+    assert emitted(tmp_path / "plan", recipe, "fsdp", "torchrun") == TopologyError.exit_code
     assert not [*(tmp_path / "plan").iterdir()]
 
 
