@@ -63,7 +63,7 @@ class Predictor(ABC):
 
     Attributes:
         folder: folder of the model.
-        model: the model in fp32, on the device that computes.
+        model: the model in its --precision, on the device that computes.
         tokenizer: its tokenizer.
         recipe: recipe of its run, None if unknown.
         prompt: prompt whose answers a reward model scores.

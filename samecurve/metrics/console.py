@@ -218,7 +218,8 @@ def attention_line(facts: RunFacts) -> str:
         return f"eager: transformers has no sdpa for a {facts.model.model_type}"
     if chosen == "sdpa" and facts.cudnn_attention == "off":
         length = recipe.batch.sequence_length
-        return f"sdpa without cuDNN's kernels: their gradients can be NaN at {length} tokens (64 modulo 128)"
+        lengths = f"{length} tokens" if length % 128 == 64 else "the length of a rank's part of a row"
+        return f"sdpa without cuDNN's kernels: their gradients can be NaN at {lengths} (64 modulo 128)"
     return f"{chosen} ({facts.attention_choice})" if facts.attention_choice else chosen
 
 

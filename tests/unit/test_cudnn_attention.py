@@ -79,3 +79,7 @@ def test_the_header_says_why_the_kernels_are_off():
     assert console.attention_line(on) == "sdpa"
     told = console.attention_line(off)
     assert "without cuDNN" in told and "704 tokens" in told
+    chunked = facts(
+        {"batch": batch.model_copy(update={"sequence_length": 768})}, model={"attention": "sdpa"}, cudnn_attention="off"
+    )
+    assert "part of a row" in console.attention_line(chunked)
