@@ -106,7 +106,6 @@ class Accelerator(PreparedData, DeepSpeedPrepare, Trackers, States):
                 policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
                 fsdp.plugin_of(self).mixed_precision_policy = policy  # Accelerate's own reduces gradients in bf16
         self._step_taken = False  # by clip_grad_norm_ under DeepSpeed
-        self._is_reduced = False  # a gradient of DeepSpeed's that waits for its step
         self._file_max_norm = 0.0  # of a step without clip_grad_norm_ under DeepSpeed
         self._grow_scale: Callable[[], None] | None = None
 

@@ -179,7 +179,8 @@ class PreparedLoader(DataLoaderShard):
         self.accelerator, self.batches, self._count_batch, self._world = accelerator, batches, count, world
         self.position, self.skip, self.part = Position(), 0, _Part(None, [])
         self._units: Units | None = None  # of the current micro-batch
-        self._is_counted, self._is_repeated = False, False
+        self._counted_step: int | None = None  # of `accumulate`, in which it was counted; None: not counted yet
+        self._is_repeated = False
         names = [name for name in _PYTORCH_DATALOADER_KWARGS if name not in _REPLACED and hasattr(loader, name)]
         options = {name: getattr(loader, name) for name in names}
         if isinstance(loader.sampler, BatchSampler):  # the dataset takes a list of indices and returns a batch
@@ -246,7 +247,7 @@ class PreparedLoader(DataLoaderShard):
             for index in range(start, total):
                 self._index = index
                 self.part = self._ahead.popleft() if self._ahead else self._read()
-                self._is_counted = False
+                self._counted_step = None
                 if index > start and not self.trained:
                     position.finished = None
                 self.end_of_dataloader = index == total - 1
@@ -301,12 +302,12 @@ class PreparedLoader(DataLoaderShard):
         """
         accelerator, num_steps = self.accelerator, self.gradient_state.num_steps
         self.note_backward()
-        if not self._is_counted or accelerator.step != self._counted_step:
+        if accelerator.step != self._counted_step:
             done = accelerator.step % num_steps  # micro-batches of the step that `accumulate` has begun; 0: all
-            self._is_repeated |= self._is_counted and num_steps > 1  # `accumulate` once more for one batch
+            self._is_repeated |= self._counted_step is not None and num_steps > 1  # once more for one batch
             begins = done == 1 % num_steps or not accelerator.accumulates
             self._check_turn(begins, num_steps)
-            self._is_counted, self._counted_step, self._next = True, accelerator.step, self._index + 1
+            self._counted_step, self._next = accelerator.step, self._index + 1
             if self._counts_units and (self._index > self._window_end or done == 1 % num_steps):
                 self._window_end = self._begin_window((-done) % num_steps)
             self._units = Units(self._count(self.part), self._step_units) if self._counts_units else None
