@@ -51,6 +51,7 @@ The text part of these is trained ([`test_packaged.py`](../tests/unit/test_packa
 All but `deepseek_vl`, `gemma3n` and `lfm2_vl` are also compared under FSDP and ZeRO-3. The line of the text part's
 family says what is allowed beyond that; packed rows, tensor parallelism and pipelines are not proven for the package
 itself; {twins}.
+In `paligemma` a position sees the following tokens, so no language model is trained of it.
 `glm4v`, `glm4v_moe`, `glm46v`, `glm_ocr`, `qwen2_5_omni` and `qwen3_omni_moe` are refused: transformers has no causal
 class of their text part.
 """
@@ -80,7 +81,7 @@ def render_page() -> str:
             cells.append("with ep" if column == "tp" and family in both else cell)
         lines.append(f"| `{family}` | {' | '.join(cells)} |")
     twins = ", ".join(f"`{name}` is trained as `{twin}`" for name, (twin, _) in TEXT_TWINS.items())
-    return "\n".join(lines) + "\n" + _FOOTER.format(packaged=_listed(PACKAGED), twins=twins)
+    return "\n".join(lines) + "\n" + _FOOTER.format(packaged=_listed(PACKAGED - {"paligemma"}), twins=twins)
 
 
 def _listed(names: frozenset[str]) -> str:

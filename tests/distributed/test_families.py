@@ -30,7 +30,8 @@ from samecurve.models.weight_files import read, weight_files
 
 QUANTIZED = ["gpt_oss-mxfp4", "qwen3_moe-fp8", "mistral-static"]  # family and method
 TEXT = [*STORED_OTHERWISE, *STORED_ALIKE, *CONSTANTS, *OTHERS]
-SHARDED = [name for name in PACKAGED if name not in ("deepseek_vl", "lfm2_vl")]  # those two ran in one process alone
+# two ran in one process alone, and the text part of the third is no causal model
+SHARDED = [name for name in PACKAGED if name not in ("deepseek_vl", "lfm2_vl", "paligemma")]
 FAMILIES = [*TEXT, *QUANTIZED, *(f"packaged:{name}" for name in SHARDED)]
 PIECES = [FAMILIES[start : start + 10] for start in range(0, len(FAMILIES), 10)]
 EVERY_DAY = ["apertus", "gpt_oss-mxfp4", "packaged:qwen3_5"]
