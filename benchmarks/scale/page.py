@@ -106,7 +106,7 @@ def time_table(measured: dict[int, dict]) -> str:
     for key, name in names.items():
         points = {size: found[key]["ms"] for size, found in measured.items()}
         _, fitted = fit(points, {name: FORMS[name] for name in ("", "N")})
-        large = ["" if key == "save" else f"{fitted(size):,.0f}" for size in LARGE]
+        large = ["" if key == "save" else extrapolated(fitted(size)) for size in LARGE]
         rows.append([name, *(f"{value:,.2f}" for value in points.values()), *large])
     return table(["ms", *map(str, measured), *(f"{size:,} (fit)" for size in LARGE)], rows)
 

@@ -174,7 +174,6 @@ OLDER: dict[str, str] = {
             "benchmarks/sharding.md",
             "benchmarks/long_runs.md",
             "benchmarks/checkpoint.md",
-            "benchmarks/planner.md",
         ),
         "measured before corrections that were not meant to change its numbers; to be measured again",
     ),
