@@ -158,7 +158,6 @@ OLDER: dict[str, str] = {
             "benchmarks/long_rows.md",
             "benchmarks/scale.md",
             "benchmarks/accelerate_script.md",
-            "benchmarks/peers.md",
             "benchmarks/public_scripts.md",
             "benchmarks/reliability.md",
             "docs/full_run.md",
