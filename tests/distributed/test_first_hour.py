@@ -8,6 +8,7 @@ strategy file says.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def turns_with_train(city: str, number: int) -> tuple[dict, list[str]]:
 
 def pairs(city: str, number: int) -> tuple[dict, list[str]]:
     """TRL's ultrafeedback_binarized: the prompt is the turns that both lists begin with."""
-    question = f"Tell me of {city}."
+    question = f"Tell me of {city}, part {number}."  # the rows of one prompt would be held out together
     answers = f"{city} has {number} parks and a harbour.", f"No idea, {number} times."
     row = {
         name: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -357,8 +358,10 @@ def test_three_epochs_of_300_chats(workspace, model_paths, tmp_path, capsys):
     run = started(workspace, "README.md", directory, 0, *arguments, f"data.cache_dir={tmp_path / 'cache'}")
 
     evaluated = {record["step"]: record["eval_loss"] for record in run.metrics if "eval_loss" in record}
-    last = len(run.metrics)
-    assert list(evaluated) == [-(-last * epoch // 3) for epoch in (1, 2, 3)] and last == run.status["step"]
+    steps_per_epoch = run.facts["data"]["train"]["rows"] / run.facts["recipe"]["batch"]["global_batch_size"]
+    last, every = math.ceil(3 * steps_per_epoch), round(steps_per_epoch)
+    assert len(run.metrics) == run.status["step"] == last
+    assert list(evaluated) == sorted({*range(every, last, every), last})
     best = min(evaluated, key=lambda step: evaluated[step])
     assert json.loads((run.directory / "checkpoints" / "best.json").read_text())["checkpoint"] == f"step_{best:08d}"
     assert f"| optimizer steps | {best} of" in (run.directory / "model" / "README.md").read_text()
