@@ -66,7 +66,7 @@ def measure(name: str, steps: int, strategies: list[str]) -> dict:
         "precision": precision,
         "agree": agree,
         "date": str(date.today()),
-        "commit": commit(str(RESULTS.relative_to(ROOT)), str(PAGE.relative_to(ROOT))),
+        "commit": commit(*(str(path.relative_to(ROOT)) for path in (RESULTS, PAGE, STRATEGIES))),
         "strategies": {outcome.job.name: cell(outcome, outcomes[0], TOLERANCES[precision]) for outcome in outcomes},
     }
 
