@@ -1,6 +1,7 @@
 """What all tests have in common."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,13 @@ start.quote_path()  # tests compile without an engine, too
 
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_LAUNCHERS += ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sigint_is_not_ignored() -> None:
+    """A script that starts `pytest &`, as scripts/test.sh does, makes it ignore SIGINT, and all that it starts too."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

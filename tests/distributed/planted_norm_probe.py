@@ -79,7 +79,7 @@ def _all_counted(stages: LocalStages) -> tuple[list, list]:
     return own + others, []
 
 
-# The comparison of the first step finds a norm that the ranks do not share, before a test sees it.
+# The comparison of the first step finds a norm that the ranks do not share, or a wrong update, before a test sees it.
 _FOUND_AT_ONCE = (FirstStep, "checked", _unchecked)
 
 # What is replaced, by name of the error. An engine has imported some functions by name.
@@ -88,6 +88,7 @@ ERRORS = {
     "gradients stay where PyTorch left them": [
         (methods, "place_gradients", _nothing),
         (torch_pipeline, "place_gradients", _nothing),
+        _FOUND_AT_ONCE,
     ],
     "each rank's copy counts": [
         (module, "num_copies", _one_copy) for module in (gradient_norm, torch_engine, torch_pipeline)

@@ -36,7 +36,10 @@ def test_a_signal_saves_and_its_code_comes_back(number, workspace):
     while not (metrics.exists() and metrics.read_text()) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.terminate()  # or else a run that goes on would train beside the tests after this one
     status = json.loads((directory / "status.json").read_text())
     assert (process.returncode, status["state"], status["exit_code"]) == (75, "preempted", 75), errors
     assert errors.count("preempted (exit code 75)") == 1, errors
