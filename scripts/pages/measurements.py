@@ -176,7 +176,6 @@ OLDER: dict[str, str] = {
         ),
         "measured before corrections that were not meant to change its numbers; to be measured again",
     ),
-    "benchmarks/trainers.md": "measured before other trainers' defaults were corrected; to be measured again",
     "benchmarks/strategy_files.md": "measured before DeepSpeed's own defaults were taken; to be measured again",
 }
 
