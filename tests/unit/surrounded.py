@@ -14,7 +14,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 START = """
 import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 from samecurve.errors import DataError, Preempted
 from samecurve.run import lifecycle as outcome

@@ -356,9 +356,8 @@ def test_a_job_that_fails_and_an_older_curve(case, tmp_path):
 def test_no_job_outlives_the_comparison(number, code, tmp_path):
     training = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     comparison = (
-        "import signal, sys; from pathlib import Path\n"
+        "import sys; from pathlib import Path\n"
         "from samecurve.cli import commands as cli, summary; from samecurve.bench import jobs\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         f"command, folder = [sys.executable, '-c', {training!r}], Path({str(tmp_path / 'ddp')!r})\n"
         "job = jobs.StrategyJob('ddp', None, 1), command, folder\n"
         "summary.run = lambda _: jobs.run(*job, on_progress=print)\n"

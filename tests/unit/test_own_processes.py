@@ -60,14 +60,9 @@ def script(tmp_path) -> list[str]:
 
 
 def start(words: list[str]) -> subprocess.Popen:
-    """Ctrl-C is not ignored, as it would be where the tests run in the background."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(words, env=environment, preexec_fn=_attend_to_interrupts, **options)
-
-
-def _attend_to_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(words, env=environment, **options)
 
 
 def test_ranks_know_their_world(script):
