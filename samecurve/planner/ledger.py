@@ -8,7 +8,7 @@ per micro-batch and, of a large model, those once more that `stage3_max_reuse_di
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -102,9 +102,11 @@ def _numbers(job: Job) -> Iterator[Exchange]:
         yield Exchange("all", "all_reduce", "loss, norm", 3 * FP64)
         return
     if dims.pp > 1:
-        # loss and two sums of squares; DeepSpeed's overflow flag and norms; its broadcast of the loss
-        yield Exchange("all", "all_reduce", "loss, norms", 3 * FP64 + (4 if fp32 else 1) * FP32)
-        yield Exchange("all", "broadcast", "loss", 2 * FP32)
+        yield Exchange("all", "all_reduce", "loss, squares of gradients", 3 * FP64)
+        yield Exchange("pp", "broadcast", "loss", 2 * FP32)
+        # DeepSpeed's overflow flag and norm: its ZeRO-1, which is that of fp32, sums them over replicas first
+        yield Exchange("dp", "all_reduce", "overflow, norm", 2 * FP32 if fp32 else 0)
+        yield Exchange("pp", "all_reduce", "overflow, norm", (2 if fp32 else 1) * FP32)
         return
     yield Exchange("dp", "all_reduce", "loss sum", FP64 if dims.dp * dims.cp > 1 else 0)
     doubles = singles = flags = 0
@@ -147,15 +149,20 @@ def _fully_sharded(job: Job) -> list[Exchange]:
 
 
 def _zero(job: Job) -> list[Exchange]:
-    """ZeRO-1 reduces once per step, ZeRO-2 after every micro-batch; both gather two groups of updated weights."""
+    """ZeRO-1 reduces once per step, ZeRO-2 after every micro-batch; both gather updated weights."""
     count = job.grad_accum if job.zero == 2 else 1
-    aligned = FLAT_ALIGNMENT * job.dims.dp
-    groups = [[weight for weight in job.shape.weights if (weight[1] > 1) == decayed] for decayed in (True, False)]
-    gathered = sum(-(-_elements(job, group) // aligned) * aligned for group in groups)
     return [
         Exchange("dp", "all_reduce", "gradients", count * _gradient_bytes(job)),
-        Exchange("dp", "all_gather", "weights", round(job.trained * job.element_bytes * gathered)),
+        Exchange("dp", "all_gather", "weights", _updated_bytes(job, job.shape.weights)),
     ]
+
+
+def _updated_bytes(job: Job, weights: Sequence[tuple[int, int]]) -> int:
+    """Bytes of the two groups of weights, with and without decay, that ZeRO-1 and 2 gather after the update."""
+    aligned = FLAT_ALIGNMENT * job.dims.dp
+    groups = [[weight for weight in weights if (weight[1] > 1) == decayed] for decayed in (True, False)]
+    gathered = sum(-(-_elements(job, group) // aligned) * aligned for group in groups)
+    return round(job.trained * job.element_bytes * gathered)
 
 
 def _tensor_parallel(job: Job, stage: Stage, trained_tokens: float | None) -> list[Exchange]:
@@ -223,18 +230,21 @@ def _context_parallel(job: Job) -> list[Exchange]:
 
 
 def _pipeline(job: Job, stage: Stage) -> list[Exchange]:
-    """Hidden states and positions to the next stage, their gradients back; gradients over each stage's replicas."""
+    """Hidden states and positions to the next stage, their gradients back; over replicas, gradients and new weights."""
     shape, count = job.shape, job.grad_accum
     hidden = count * job.element_bytes * round(job.tokens) * shape.hidden
     positions = count * INT64 * round(job.tokens)
     own = _held(job, stage)
     shares = shape.tied and (stage.embedding or stage.head)
     before, after = stage.index > 0, not stage.head
+    replicated = job.dims.dp > 1
     return [
         Exchange("pp", "send", "hidden states", after * (hidden + positions) + before * hidden),
         Exchange("pp", "recv", "hidden states", before * (hidden + positions) + after * hidden),
         Exchange("pp", "all_reduce", "gradients of the tied embedding", shares * FP32 * shape.head_parameters),
-        Exchange("dp", "all_reduce", "gradients", FP32 * own),
+        Exchange("dp", "all_reduce", "gradients", FP32 * _elements(job, own)),
+        Exchange("dp", "all_gather", "weights", replicated * _updated_bytes(job, own)),
+        Exchange("dp", "all_reduce", "loss", replicated * stage.head * FP32),
     ]
 
 
@@ -251,7 +261,7 @@ def _scheduled(job: Job, stage: Stage) -> list[Exchange]:
     crossed = sum(stage.index in pair for pair in apart)  # each sends one way and receives the other
     shares = shape.tied and stage.embedding != stage.head
     tied = shares * FP32 * shape.head_parameters // dims.tp // job.shard
-    own = FP32 * _held(job, stage)
+    own = FP32 * _elements(job, _held(job, stage))
     return [
         Exchange("pp", "send", "hidden states and their gradients", crossed * hidden),
         Exchange("pp", "recv", "hidden states and their gradients", crossed * hidden),
@@ -262,13 +272,13 @@ def _scheduled(job: Job, stage: Stage) -> list[Exchange]:
     ]
 
 
-def _held(job: Job, stage: Stage) -> int:
-    """Count the elements of a stage's weights, a tied embedding of the last stage among them."""
+def _held(job: Job, stage: Stage) -> list[tuple[int, int]]:
+    """List a stage's weights, a tied embedding of the last stage among them."""
     shape = job.shape
-    own = round(stage.layers) * _elements(job, shape.layer_weights)
-    own += _elements(job, shape.embedding_weights) if stage.embedding else 0
-    own += _elements(job, [*shape.final_weights, *shape.head_weights]) if stage.head else 0
-    return own + (_elements(job, shape.embedding_weights) if shape.tied and stage.head and not stage.embedding else 0)
+    holds_embedding = stage.embedding or (shape.tied and stage.head)
+    weights = [*shape.embedding_weights] if holds_embedding else []
+    weights += round(stage.layers) * [*shape.layer_weights]
+    return weights + ([*shape.final_weights, *shape.head_weights] if stage.head else [])
 
 
 def _zero3(job: Job) -> list[Exchange]:

@@ -196,20 +196,22 @@ def test_predicted_bytes_are_those_exchanged(strategy, precision, workspace):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("strategy", "world"),
+    ("strategy", "world", "precision"),
     [
-        ("pipeline_gpipe", 2),
-        ("pipeline_dualpipev", 2),
-        ("hsdp", 4),
-        ("zero3_hpz", 4),
-        ("fsdp_tp", 4),
-        ("fsdp_tp_cp", 8),
-        ("pipeline_fsdp", 4),
-        ("pp_fsdp_tp", 8),
+        ("pipeline", 4, "fp32"),
+        ("pipeline", 4, "bf16"),
+        ("pipeline_gpipe", 2, "fp32"),
+        ("pipeline_dualpipev", 2, "fp32"),
+        ("hsdp", 4, "fp32"),
+        ("zero3_hpz", 4, "fp32"),
+        ("fsdp_tp", 4, "fp32"),
+        ("fsdp_tp_cp", 8, "fp32"),
+        ("pipeline_fsdp", 4, "fp32"),
+        ("pp_fsdp_tp", 8, "fp32"),
     ],
 )
-def test_predicted_bytes_of_several_dimensions(strategy, world, workspace):
-    run, folder, _ = profiled(workspace, strategy, *ACCUMULATED, "precision=fp32", world=world)
+def test_predicted_bytes_of_several_dimensions(strategy, world, precision, workspace):
+    run, folder, _ = profiled(workspace, strategy, *ACCUMULATED, f"precision={precision}", world=world)
     check_ledger(run, folder)
 
 
