@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -28,9 +29,8 @@ class Results:
     def __init__(self, path: Path):
         self._path, self._records = path, dict[str, dict]()
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        newest = {record["test"]: record["outcome"] for record in map(json.loads, lines) if "test" in record}
-        # what was skipped may run by now, with a GPU or a package that was not there
-        self._done = {test for test, outcome in newest.items() if outcome == "passed"}
+        self._newest = {record["test"]: record["outcome"] for record in map(json.loads, lines) if "outcome" in record}
+        self._chosen: list[str] = []
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._run = f"{now} {os.getpid()}"  # two parts of scripts/test.sh write beside each other
         self._add({"commit": commit(os.path.relpath(path)), "machine": description()})
@@ -41,8 +41,11 @@ class Results:
 
     @pytest.hookimpl(trylast=True)  # after -m and -k
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self._done])
-        items[:] = [item for item in items if item.nodeid not in self._done]
+        self._chosen = [item.nodeid for item in items]
+        # what was skipped may run by now, with a GPU or a package that was not there
+        done = {test for test, outcome in self._newest.items() if outcome == "passed"}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+        items[:] = [item for item in items if item.nodeid not in done]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         record = self._records.setdefault(report.nodeid, {"test": report.nodeid, "outcome": "passed", "seconds": 0.0})
@@ -53,4 +56,10 @@ class Results:
         elif report.failed:
             record |= {"outcome": "failed", "reason": report.longreprtext[-2000:]}
         if report.when == "teardown":
+            self._newest[report.nodeid] = record["outcome"]
             self._add(self._records.pop(report.nodeid))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        counts = Counter(self._newest.get(test, "without an outcome") for test in self._chosen)
+        parts = [f"{number:,} {outcome}" for outcome, number in sorted(counts.items())]
+        terminalreporter.write_line(f"{self._path}: of {len(self._chosen):,} tests {', '.join(parts)}")
