@@ -159,7 +159,8 @@ class Victim:
         with self.telling(record):
             assert not record.hung, f"it did not end within {LIMIT_SECONDS:g} s:\n{output}"
             assert not record.left_behind, f"{record.left_behind} processes were left behind:\n{output}"
-            assert (state, code) == (expected.state, expected.code), output
+            wanted = (expected.state, expected.code)
+            assert (state, code) == wanted, f"status.json says {(state, code)}, not {wanted}:\n{output}"
             found = re.findall(expected.says, output)
             assert len(found) == 1 or not expected.says, f"{expected.says!r} is there {len(found)} times:\n{output}"
             assert not expected.says or not OUR_TRACEBACK.search(output), output
