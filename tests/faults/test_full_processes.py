@@ -89,7 +89,7 @@ def when_running(victim: Victim, number: int):
             maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in started.ranks().values()]
             return len(maps) == victim.case.world and all("libtorch" in each for each in maps)
 
-        started.wait_for(is_running, "its status")
+        started.wait_for(is_running, "its status and its imports")
         started.process.send_signal(number)
 
     return do

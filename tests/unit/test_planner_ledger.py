@@ -31,7 +31,7 @@ def moved(stack, layout, shape=LLAMA, **keys) -> dict[str, int]:
     (found,) = ledgers(job).values()
     sums: Counter[str] = Counter()
     for exchange in found:
-        if exchange.content not in ("stop flag", "loss sum", "norms", "loss, norms"):
+        if exchange.content not in ("stop flag", "loss sum", "norms"):
             sums[exchange.collective] += exchange.num_bytes
     return dict(sums)
 
@@ -127,6 +127,18 @@ def test_stages_exchange_4_m_s_b_h():
         for stage in ("first", "middle", "last")
     }
     assert moved_by == {"first": 4 * 2 * 8 * SBH, "middle": 4 * 4 * 8 * SBH, "last": 4 * 2 * 8 * SBH}
+
+
+def test_replicas_of_a_stage_sum_gradients_and_gather_new_weights():
+    """Each stage has two of the layers of 9,280, and the tied embedding of 300 x 32; the last one has a norm, too."""
+    keys = {"stack": "deepspeed", "precision": "fp32", "grad_accum": 2}
+    numbers = {("all_reduce", "overflow, norm"): 2 * 4}
+    for stage, held, more in (
+        ("first", 300 * 32 + 2 * 9280, {}),
+        ("last", 300 * 32 + 2 * 9280 + 32, {("all_reduce", "loss"): 4}),
+    ):
+        found = exchanged("dp", strategy(2, pp=2, zero=1, shard=2), stage, **keys)
+        assert found == {("all_reduce", "gradients"): 4 * held, ("all_gather", "weights"): 4 * held, **numbers, **more}
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [("none", 2), ("full", 3)])
