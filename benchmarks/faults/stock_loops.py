@@ -22,10 +22,11 @@ def against_stock(stock: dict) -> str:
     summary = [(name, *(count(cases, in_loop(loop, name)) for loop in loops)) for name in [*known, *others]]
     lost = [max((c.get("steps_lost") or 0 for c in cases if c["loop"] == loop), default=0) for loop in loops]
     summary.append(("most steps lost", *lost))
+    summary.append(("run", *(when([case for case in cases if case["loop"] == loop], "date") for loop in loops)))
     settings = stock["settings"]
     note = (
         f"{settings['processes']} processes, {settings['steps']} steps, saved every {settings['save_every']}, "
-        f"{settings['keep']} kept; run {when(cases, 'date')} by `benchmarks/stock/faults.py`, whose loops say how "
+        f"{settings['keep']} kept; run by `benchmarks/stock/faults.py`, whose loops say how "
         "each is configured and why. In brackets: steps lost, of starts that finished: who loads a damaged checkpoint "
         "or does not start loses fewer than who goes back to an older good one. File named: the output says which "
         "file is damaged. Swapped weights leave no good checkpoint, so refusing to start is right there."
