@@ -153,7 +153,6 @@ MEASURED = (
 OLDER: dict[str, str] = {
     **dict.fromkeys(
         (
-            "benchmarks/compare.md",
             "docs/equal_curves.md",
             "benchmarks/long_rows.md",
             "benchmarks/public_scripts.md",
