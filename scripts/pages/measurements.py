@@ -164,7 +164,6 @@ OLDER: dict[str, str] = {
             "benchmarks/speed.md",
             "benchmarks/kernels.md",
             "benchmarks/activations.md",
-            "benchmarks/bf16.md",
             "benchmarks/sharding.md",
             "benchmarks/long_runs.md",
             "benchmarks/checkpoint.md",
