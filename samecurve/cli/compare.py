@@ -17,7 +17,7 @@ from samecurve.cli.commands import require_positive
 from samecurve.config import loader as recipes
 from samecurve.reports.chart import Curve, chart, relative_difference
 from samecurve.run.run_directory import iterate_metrics, last_step
-from samecurve.storage.atomic import storage_errors
+from samecurve.storage.atomic import storage_errors, write_text
 from samecurve.storage.terminal import TextConsole
 
 COLUMNS = "strategy", "engine", "world", "loss", "max loss difference", "max norm difference", "tokens/s", "memory GiB"
@@ -72,12 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     ran = [outcome for outcome in outcomes if not outcome.reason]
     curves = [Curve(outcome.job.name, largest_differences(outcome, ran[0])[0]) for outcome in ran]
     with storage_errors(output):
-        (output / "table.md").write_text(text, encoding="utf-8")
+        write_text(output / "table.md", text)
         (output / "chart.svg").unlink(missing_ok=True)
         if curves:
-            (output / "chart.svg").write_text(
-                chart(ran[0].history.curves["loss"], curves, title, tolerance), encoding="utf-8"
-            )
+            write_text(output / "chart.svg", chart(ran[0].history.curves["loss"], curves, title, tolerance))
     print(f"\n{text}\n{output / 'table.md'}  {output / 'chart.svg' if curves else ''}")
     return 0 if agree else 1
 

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, sources: Iterator[Source]) -> int:
 
 def _written(predictions: Iterator[dict], path: Path) -> Iterator[dict]:
     """Write each prediction as a line of JSON, and pass it on. Raises StorageError."""
-    with storage_errors(path), open(path, "w", encoding="utf-8") as stream:
+    with storage_errors(path), open(path, "w", encoding="utf-8", errors="backslashreplace") as stream:
         for prediction in predictions:
             print(json.dumps(prediction, ensure_ascii=False), file=stream)
             yield prediction

@@ -62,11 +62,15 @@ class Target:
     min_nodes: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError for a control character, which would end a comment or a line of a script."""
+        """Raise ConfigurationError for what no script can hold.
+
+        That is a control character, which would end a comment or a line, and a byte that is not UTF-8.
+        """
         texts = (self.recipe, self.strategy, *self.overrides, self.folder, self.file, self.hostfile, *self.selection)
         for text in texts:
-            if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in text):
-                raise ConfigurationError(f"{text!r}: has a control character, which no script can hold; rename it")
+            if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text):
+                what = "a control character, or a byte that is not UTF-8,"
+                raise ConfigurationError(f"{text!r}: has {what} which no script can hold; rename it")
 
     @property
     def nodes(self) -> int:

@@ -85,8 +85,11 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as `write_json` does. Raises StorageError."""
-    write_bytes(path, [text.encode()])
+    """Write a text file as `write_json` does. Raises StorageError.
+
+    A lone surrogate, as Python reads a byte of a file name that is not UTF-8, is written as `\\udcff`.
+    """
+    write_bytes(path, [text.encode(errors="backslashreplace")])
 
 
 def write_bytes(path: Path, pieces: Iterable[bytes]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from samecurve.errors import CheckpointError
-from samecurve.storage.atomic import storage_errors, write_text
+from samecurve.storage.atomic import storage_errors, write_bytes
 
 SUMS = "SHA256SUMS"
 _NOT_LISTED = (SUMS, "README.md", "loss.svg")
@@ -24,7 +24,7 @@ def write_checksums(folder: Path, busy: Callable[[], None] = lambda: None) -> No
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _NOT_LISTED)
     with storage_errors(folder):
         lines = [f"{file_sha256(path, busy)}  {path.relative_to(folder).as_posix()}\n" for path in files]
-    write_text(folder / SUMS, "".join(lines))
+    write_bytes(folder / SUMS, ["".join(lines).encode(errors="surrogateescape")])  # names as they are
 
 
 def check_checksums(folder: Path, busy: Callable[[], None] = lambda: None) -> None:
@@ -35,7 +35,7 @@ def check_checksums(folder: Path, busy: Callable[[], None] = lambda: None) -> No
     fix = f"copy or export the model again; or delete {SUMS} if you changed the file yourself"
     problems = []
     try:
-        lines = (folder / SUMS).read_text(encoding="utf-8", errors="backslashreplace").splitlines()
+        lines = (folder / SUMS).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from samecurve.export.model_card import ExportInfo, model_card
 from samecurve.interfaces.region import Region
 from samecurve.run.beats import read_beat
 from samecurve.run.run_directory import RunDirectory
-from samecurve.storage.checksums import SUMS, write_checksums
+from samecurve.storage.checksums import SUMS, check_checksums, write_checksums
 from samecurve.storage.filesystem import LocalFileSystem
 
 CODES = {0, 2, 3, 4, 5, 6, 7}
@@ -188,6 +189,15 @@ def changed(content: dict, path: tuple) -> Iterator[dict]:
 
 # a part of the cases every day: of so many one, and another one for each file or key in turn
 EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
+
+
+def test_a_file_name_that_is_not_utf8_has_a_hash_too(tmp_path):
+    (tmp_path / os.fsdecode(b"q\xff.py")).write_text("a")
+    write_checksums(tmp_path)
+    check_checksums(tmp_path)
+    (tmp_path / os.fsdecode(b"q\xff.py")).write_text("b")
+    with pytest.raises(CheckpointError, match="differs from what was written"):
+        check_checksums(tmp_path)
 
 
 @EVERY

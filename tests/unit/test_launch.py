@@ -299,10 +299,11 @@ def test_a_host_is_the_name_of_a_host(name, file, tmp_path, capsys):
     assert not captured.out and "machines.yaml:" in captured.err and "letters, digits" in captured.err
 
 
+@pytest.mark.parametrize("name", ["a\ntouch PWNED #.yaml", "a\udcff.yaml"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_recipes_name_is_no_command(launcher, tmp_path, capsys, hosts):
+def test_a_recipes_name_is_no_command(launcher, name, tmp_path, capsys, hosts):
     machines = ["--hosts", hosts] if launcher == "deepspeed" else ["--nodes", "2", "--gpus_per_node", "4"]
-    asked = own_recipe(tmp_path, "a\ntouch PWNED #.yaml")
+    asked = own_recipe(tmp_path, name)
     assert main([*asked, "--launcher", launcher, *machines]) == 2
     assert "has a control character" in capsys.readouterr().err
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from samecurve.cli import commands
 from samecurve.config.schema import Data, Recipe
-from samecurve.inference import loading, predictor
+from samecurve.inference import loading, predictions, predictor
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 NAMES = {0: "cold", 1: "mild", 2: "warm"}
@@ -124,6 +124,12 @@ def test_a_words_class_is_that_of_its_first_token(folders, capsys):
     assert [word["label"] for word in answer["words"]] == [token["entity"] for token in first]
     expected = [token["score"].item() for token in first]
     assert [word["probability"] for word in answer["words"]] == pytest.approx(expected, rel=1e-4)
+
+
+def test_half_a_character_is_written_as_json_can(tmp_path):
+    lines = [{"text": "a\udcff \u00e9"}]
+    assert list(predictions._written(iter(lines), tmp_path / "a.jsonl")) == lines
+    assert json.loads((tmp_path / "a.jsonl").read_text(encoding="utf-8")) == lines[0]
 
 
 @pytest.mark.parametrize("kind", ["multi_label", "relevance", "regression"])
