@@ -15,9 +15,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from samecurve.config import own_code
+from samecurve.config.documents import describe
 from samecurve.config.key_hints import near_option
 from samecurve.errors import ConfigurationError, SamecurveError
 from samecurve.specs.data_names import is_import_path
@@ -25,6 +27,7 @@ from samecurve.specs.environment import train_script
 from samecurve.specs.precision import DTYPES
 from samecurve.storage import terminal, trusted_code
 from samecurve.storage.atomic import known_cause
+from samecurve.storage.filesystem import name_problem
 from samecurve.strategy import preflight
 
 INTERRUPTED = 130  # the shell's exit code for SIGINT
@@ -123,7 +126,12 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
             )
     arguments = _Parser(program, description=module.__doc__, formatter_class=_ParagraphFormatter, allow_abbrev=False)
     module.add_arguments(arguments)
-    result = module.run(arguments.parse_intermixed_args(argv[1:]))
+    given = arguments.parse_intermixed_args(argv[1:])
+    for option, value in vars(given).items():
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, Path) and (problem := name_problem(path)):
+                raise ConfigurationError(f"{option}: found {describe(str(path))}, {problem}")
+    result = module.run(given)
     if isinstance(result, Subcommand):
         preflight.quiet_libraries()  # nearly all of them import transformers
         return do(result)

@@ -22,7 +22,7 @@ from samecurve.strategy.resolve import strategy_path
 LABEL_WIDTH = 14
 _FACTS = RUN_FACTS | {
     **{key: str for key in ("strategy", "engine", "precision", "recipe_path")},
-    "strategy_path": (str, None),
+    "strategy_path": (Path, None),
     "world_size": range(1, 2**31),
     "overrides": [str],
     "recipe?": {"task?": str, "model?": dict, "data?": dict},
@@ -102,7 +102,8 @@ def commands(directory: Path, facts: dict) -> list[tuple[str, str]]:
             use = "generate text", f"python -m samecurve generate {quoted(directory)}"
         listed.append(use)
         listed.append(("export the model", f"python -m samecurve export {quoted(directory)} --dtype bf16"))
-        adapter = read_record(directory / "model" / "adapter_config.json").value or {}
+        schema = {"base_model_name_or_path?": (str, None)}
+        adapter = read_record(directory / "model" / "adapter_config.json", schema).value or {}
         if base := adapter.get("base_model_name_or_path"):
             model, weights = "merged", "the merged weights"
             if not (directory / model).is_dir():

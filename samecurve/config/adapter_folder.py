@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any, cast
 
 from samecurve.config.documents import Document, KeyPath, Place, describe
 from samecurve.config.inheritance import forget_origin
 from samecurve.errors import ConfigurationError
+from samecurve.storage.filesystem import name_problem
 from samecurve.storage.records import read_record
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = {
-    "base_model_name_or_path": str,
+    "base_model_name_or_path": Path,
     "peft_type?": str,
     "revision?": (str, None),
     "r?": int,
@@ -54,7 +56,7 @@ def settle_adapter(document: Document) -> None:
     the same layer with another value than the folder's is a problem; one of an earlier layer is replaced with a note.
     """
     model, here = document.get("model", "path"), ("adapter", "path")
-    is_adapter = isinstance(model, str) and (Path(model) / ADAPTER_CONFIG).is_file()
+    is_adapter = isinstance(model, str) and os.path.isfile(Path(model) / ADAPTER_CONFIG)
     if is_adapter and not (Path(model) / "config.json").exists():
         if document.get(*here) not in (None, model):
             text = f"found {model}, which is an adapter, but adapter.path is {document.get(*here)}"
@@ -64,7 +66,7 @@ def settle_adapter(document: Document) -> None:
         del document.content["model"]["path"]
         document.notes.append(f"model.path: {model} is an adapter, so it became adapter.path")
     path = document.get(*here)
-    if not isinstance(path, str):
+    if not isinstance(path, str) or name_problem(path):  # of which the schema tells
         return
     _set(document, ("adapter", "name"), "lora", document.place(here))
     folder = Path(path)
@@ -158,7 +160,7 @@ def base_path(folder: Path, fetch: bool = True) -> str | None:
     Raises ConfigurationError if the adapter does not name it, or names a folder that does not exist.
     """
     path = folder / ADAPTER_CONFIG
-    if not path.is_file():
+    if not os.path.isfile(path):
         return None
     config = read_record(path, ADAPTER).require(ConfigurationError, "name the base model there")
     base = config["base_model_name_or_path"]

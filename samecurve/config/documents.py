@@ -281,7 +281,7 @@ def read_document(path: str | os.PathLike) -> Document:
     document = Document(os.fspath(path))
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
         hint = near_file(document.name) if isinstance(error, FileNotFoundError) else ""
         document.unreadable((), f"cannot be read: {why_unreadable(error)} ({Path(path).absolute()}){hint}")
         return document
@@ -294,9 +294,11 @@ def read_document(path: str | os.PathLike) -> Document:
     return document
 
 
-def why_unreadable(error: OSError | UnicodeDecodeError) -> str:
+def why_unreadable(error: OSError | ValueError) -> str:
     """Say in a few words why a text file could not be read."""
-    return getattr(error, "strerror", None) or "not UTF-8 text"
+    return getattr(error, "strerror", None) or (
+        "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+    )
 
 
 def merge_blocks(base: dict, over: dict) -> dict:

@@ -229,8 +229,8 @@ def read_value(text: str) -> tuple[Any, list[str]]:
     document = Document(COMMAND_LINE.file)
     # parse_yaml would make {} of empty text, as of an empty file
     parsed = parse_yaml(text, document) if text else ""
-    # What begins like a list, a block or a quoted text is meant as YAML, whose mistake is to be told.
-    if document.problems and not text.startswith(("[", "{", '"', "'")):
+    # What begins like a list, a block or a quoted text is meant as YAML, whose mistake is to be told; no template is.
+    if document.problems and (text.startswith(("{{", "{%")) or not text.startswith(("[", "{", '"', "'"))):
         return text, []
     # a shell knows no comments in a value: /tmp/a #1 is a path
     if text.startswith("#") or (isinstance(parsed, str) and text.startswith(parsed) and "#" in text[len(parsed) :]):

@@ -133,6 +133,6 @@ def _file(path: str) -> tuple[Path, Path] | None:
     parts = path.partition(":")[0].split(".")
     for folder in map(Path, (*_allowed[path], *sys.path)):
         for file in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
-            if file.is_file():
+            if os.path.isfile(file):
                 return folder, file
     return None

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from samecurve.config.documents import Document, Finding, describe, read_document
+from samecurve.storage.filesystem import name_problem
 from samecurve.storage.object_store import is_url, url_problem
 
 _MIXTURE = ("data", "mixture")
@@ -52,7 +53,7 @@ def expand_home(document: Document) -> None:
     blocks += [(source, "path") for source in (mixture if isinstance(mixture, list) else ())]
     for block, name in blocks:
         path = block.get(name) if isinstance(block, dict) else None
-        if isinstance(path, str) and path.startswith("~"):
+        if isinstance(path, str) and path.startswith("~") and not name_problem(path):
             block[name] = os.path.expanduser(path)
 
 
@@ -105,9 +106,6 @@ def pattern_hint(path: str, key: str = "data.pattern") -> str:
     return f"; a path cannot contain wildcards: set the path to the folder {folder}, and {key}='{pattern}'"
 
 
-LONGEST_NAME = 255
-
-
 def split_output_url(document: Document) -> None:
     """Replace a URL in `output_dir` by a local folder, and set `checkpoint.mirror` to the URL.
 
@@ -140,13 +138,4 @@ def _reachable(value: Callable[[str], Any]) -> Iterator[Finding]:
         yield "checkpoint.mirror", problem
 
 
-def _file_names(value: Callable[[str], Any]) -> Iterator[Finding]:
-    longest = max((len(os.fsencode(part)) for part in Path(value("output_dir")).parts), default=0)
-    if longest > LONGEST_NAME:
-        yield (
-            "output_dir",
-            f"a name in it has {longest} bytes, but file systems take {LONGEST_NAME}; shorten it",
-        )
-
-
-RULES = (_reachable, _file_names)
+RULES = (_reachable,)

@@ -18,6 +18,7 @@ from samecurve.config.section import (
     DataPath,
     Name,
     Natural,
+    PathName,
     Section,
     name_or_import_path,
 )
@@ -42,7 +43,7 @@ def _off(value: Any) -> Any:
 class Model(Section):
     """The model. A recipe gives either `path` (pretrained) or `config` (from scratch)."""
 
-    path: Name | None = None
+    path: PathName | None = None
     """A pretrained model: a Hugging Face folder, or its name on the hub."""
     revision: Name | None = None
     """Hub: a branch, tag or commit of `path`. null: `main`. The commit that it stands for is in run.json, and a resumed
@@ -90,7 +91,7 @@ class Adapter(Section):
 
     name: Literal["lora"] | None = None
     """`lora` trains low-rank matrices (and a classifier's new head). null trains the whole model."""
-    path: Name | None = None
+    path: PathName | None = None
     """Go on with the LoRA adapter in this folder (`adapter_config.json`, `adapter_model.safetensors`), for example with
     DPO after SFT, whose reference is the model with this adapter. The folder sets the keys of this block but
     `quantization` and `loraplus_lr_ratio`, and `dropout` where the recipe gives none. An adapter's folder as
@@ -299,7 +300,7 @@ class ProcessReward(Section):
 class Distill(Section):
     """Task `distill`."""
 
-    teacher: Name | None = None
+    teacher: PathName | None = None
     """The frozen teacher: a Hugging Face folder, or its name on the hub. Required."""
     temperature: float = Field(default=1.0, gt=0)
     """Softens the distributions of teacher and student. Above 1, unlikely tokens count more."""
@@ -317,7 +318,7 @@ class Recipe(Section):
     see [Extending](extending.md)."""
     task_options: dict[str, Any] = {}
     """A task of your own gets them as `self.options`."""
-    output_dir: Name
+    output_dir: PathName
     """The run directory. See [Run directory](run_directory.md). A URL such as `s3://bucket/run` is short for
     `checkpoint.mirror` with a local folder, `$SAMECURVE_STAGING/s3/bucket/run`, else `runs/s3/bucket/run`."""
     seed: int = Field(default=0, ge=0, le=LARGEST_SEED)

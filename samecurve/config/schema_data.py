@@ -9,7 +9,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from samecurve.config.section import LARGEST_INTEGER, Count, DataPath, ImportPath, Name, Natural, Section
+from samecurve.config.section import (
+    LARGEST_INTEGER,
+    Count,
+    DataPath,
+    ImportPath,
+    Name,
+    Natural,
+    OnDisk,
+    PathName,
+    Section,
+    TemplatePath,
+)
 from samecurve.specs.data_names import Truncation
 from samecurve.specs.row_formats import RowFormatName
 
@@ -24,9 +35,9 @@ MOST_WORKERS = 1024
 class Tokenizer(Section):
     """The tokenizer. A recipe gives `path`, `vocabulary_size` or neither; then it is the tokenizer of `model.path`."""
 
-    path: Name | None = None
+    path: PathName | None = None
     """A tokenizer's folder, or its name on the hub."""
-    chat_template: Name | None = None
+    chat_template: TemplatePath | None = None
     """Chat tasks: a Jinja file that replaces the tokenizer's template, or `chatml`, which also adds ChatML's two tokens
     where they are missing."""
     template_date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
@@ -53,7 +64,7 @@ class MixtureSource(Section):
     """Like `data.config`, for this source alone."""
     revision: Name | None = None
     """Like `data.revision`, for this source alone."""
-    pattern: str | None = None
+    pattern: Annotated[str, OnDisk] | None = None
     """Like `data.pattern`, for this source alone."""
     text_column: Name | None = None
     """Like `data.text_column`."""
@@ -87,7 +98,7 @@ class Data(Section):
     """Hub: a branch, tag or commit. null: `main`."""
     mixture: Annotated[tuple[MixtureSource, ...], Field(min_length=1, strict=False)] | None = None
     """Several data sets in place of `path`, for `pretrain`, `continue_pretrain` and `sft`."""
-    pattern: str | None = None
+    pattern: Annotated[str, OnDisk] | None = None
     """Pattern of the files to read in a folder, such as `**/*.md`. null: those with the suffix of a text or a table."""
     text_column: str = "text"
     """The text of a table's row (`pretrain`, `continue_pretrain`, `classify`, `mlm`), or `process_reward`'s prompt."""
@@ -169,7 +180,7 @@ class Data(Section):
     """Streaming: the MiB of text that are tokenized and shuffled together, for each source."""
     num_workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Processes per device that prepare rows. 0: a thread of the training process. The order of rows stays the same."""
-    cache_dir: str | None = None
+    cache_dir: Annotated[str, OnDisk] | None = None
     """Where tokens and trained tokenizers are cached. null: `$SAMECURVE_CACHE`, else `~/.cache/samecurve`."""
 
     @property

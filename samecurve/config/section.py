@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from samecurve.specs.data_names import is_import_path
+from samecurve.storage.filesystem import name_problem
 from samecurve.storage.object_store import credentials_problem, is_url
 
 # A shell turns `data.path=$UNSET` into empty text, which as a folder would be the working directory.
@@ -18,6 +20,19 @@ Name = Annotated[str, Field(min_length=1)]
 def _without_credentials(path: str) -> str:
     if is_url(path) and (problem := credentials_problem(path)):
         raise PydanticCustomError("credentials", "{problem}", {"problem": problem})
+    return path
+
+
+def _possible(path: str) -> str:
+    problem = name_problem(path)
+    if problem and ("\0" in path or not is_url(path)):  # keys and queries may be long
+        raise ValueError(problem)
+    return path
+
+
+def _no_template(path: str) -> str:
+    if ("{%" in path or "{{" in path) and not os.path.lexists(path):
+        raise ValueError("which is a template itself; write it into a file, and give the path of that file")
     return path
 
 
@@ -33,7 +48,10 @@ def _import_path(path: str) -> str:
 
 
 ImportPath = Annotated[str, AfterValidator(_import_path)]
-DataPath = Annotated[Name, AfterValidator(_without_credentials)]
+OnDisk = AfterValidator(_possible)
+PathName = Annotated[Name, OnDisk]
+DataPath = Annotated[Name, AfterValidator(_without_credentials), OnDisk]
+TemplatePath = Annotated[Name, AfterValidator(_no_template), OnDisk]
 
 # PyTorch, numpy and readers of JSON hold integers in 64 bits.
 LARGEST_INTEGER = 2**63 - 1

@@ -44,7 +44,7 @@ def train_script() -> str:
 def shipped_file(path: str) -> str:
     """Return the path; for a file that only the installed samecurve has, such as recipes/lora.yaml, its path there."""
     inside = ROOT / path
-    return str(inside) if path.startswith(SHIPPED) and not os.path.lexists(path) and inside.is_file() else path
+    return str(inside) if path.startswith(SHIPPED) and not os.path.lexists(path) and os.path.isfile(inside) else path
 
 
 def has_accelerator(environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> bool:

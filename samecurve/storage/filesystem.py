@@ -16,6 +16,24 @@ from typing import Any, Protocol
 
 PIECE_BYTES = 32 << 20
 UNKNOWN_BYTES = sys.maxsize
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # in bytes: of nearly all file systems, and of Linux
+
+
+def name_problem(path: str | os.PathLike[str]) -> str:
+    """Return why there can be no file of this path, in words; "" if there can.
+
+    For such a path `open` raises ValueError or OSError, and so do the methods of Path that only ask.
+    """
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "which has a character that no file name can have"
+    if b"\0" in name:
+        return "which has a NUL, and no file name can have one"
+    longest = max(map(len, name.split(b"/")))
+    if longest > LONGEST_NAME:
+        return f"but a name in it has {longest} bytes and file systems take {LONGEST_NAME}; shorten it"
+    return f"but it has {len(name)} bytes and paths have {LONGEST_PATH} at most" if len(name) > LONGEST_PATH else ""
 
 
 def next_free(folder: Path) -> Path:

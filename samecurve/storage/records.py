@@ -6,6 +6,7 @@ what the outcome means; nothing here raises because of what a file contains.
 A schema is made of Python's own values:
 
     str, bool, dict, list    a value of that type
+    Path                     a text that can be a file's path, see `name_problem`
     int                      an integer of 64 bits
     range(1, 10)             an integer of that range
     float                    a finite number
@@ -28,11 +29,13 @@ from typing import Any
 from pydantic_core import from_json
 
 from samecurve.errors import SamecurveError
+from samecurve.storage.filesystem import LONGEST_NAME, name_problem
 
 COUNT = range(2**53)  # the integers that every JSON reader keeps
 MOST_BYTES = 64 * 2**20
 MOST_LEVELS = 100  # of lists and objects inside of one another
 _NAMES = {str: "text", bool: "true or false", dict: "an object", list: "a list", int: "an integer", float: "a number"}
+_NAMES |= {Path: f"a path, without NUL and of names up to {LONGEST_NAME} bytes"}
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,10 @@ class Record:
 
 
 def read_record(path: Path, schema: Any = dict, most_bytes: int = MOST_BYTES) -> Record:
-    """Read a JSON file. Errors of the file system count as damage, except for a file that does not exist."""
+    """Read a JSON file. Errors of the file system count as damage, except for a file that does not or cannot exist."""
     try:
+        if name_problem(path):
+            raise FileNotFoundError
         if path.exists() and not path.is_file():  # a pipe would have no end
             return Record(path, problem="not a file")
         with open(path, "rb") as stream:
@@ -150,6 +155,8 @@ def _fits(value: Any, schema: Any) -> bool:
         return type(value) is int and -(2**63) <= value < 2**63
     if isinstance(schema, range):
         return type(value) is int and value in schema
+    if schema is Path:
+        return isinstance(value, str) and not name_problem(value)
     return isinstance(value, schema)
 
 

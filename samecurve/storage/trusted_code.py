@@ -35,7 +35,7 @@ def modules(path: str) -> tuple[str, ...]:
         if content.get("configuration_files"):
             names.append(ANOTHER_CONFIG)
         names += [f"{reference.rpartition('.')[0]}.py" for reference in _texts(content.get("auto_map"))]
-    if (folder / _CUSTOM_GENERATE).is_file():
+    if os.path.isfile(folder / _CUSTOM_GENERATE):
         names.append(_CUSTOM_GENERATE)
     return tuple(dict.fromkeys(names))
 
@@ -55,7 +55,7 @@ def allows(option: bool, *paths: str) -> bool:
         option: whether the user allowed code of any content, by recipe or option.
         paths: folders, or names on the hub, whose code is never in the list: the hub may answer with another one.
     """
-    with_code = [path for path in paths if not Path(path).is_dir() or modules(path)]
+    with_code = [path for path in paths if not os.path.isdir(path) or modules(path)]
     return option or (bool(with_code) and all(map(_is_listed, with_code)))
 
 
@@ -64,7 +64,7 @@ def _is_listed(path: str) -> bool:
     if folder is None or not all(map(_INSIDE.fullmatch, names)):
         return False
     # an export names modules of other heads, which it does not contain and which cannot run
-    present = [Path(path, name) for name in names if Path(path, name).is_file()]
+    present = [Path(path, name) for name in names if os.path.isfile(Path(path, name))]
     try:
         return bool(present) and all((folder / _digest(file)).is_file() for file in present)
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def remember(path: str, revision: str | None = None) -> None:
 
     Raises StorageError if the list cannot be written.
     """
-    folder, code = _list_folder(), Path(path) if Path(path).is_dir() else None
+    folder, code = _list_folder(), Path(path) if os.path.isdir(path) else None
     if code is None:
         from huggingface_hub import try_to_load_from_cache
 
@@ -86,7 +86,7 @@ def remember(path: str, revision: str | None = None) -> None:
     if folder is None or code is None:
         return
     for name in filter(_INSIDE.fullmatch, modules(str(code))):
-        if (code / name).is_file():
+        if os.path.isfile(code / name):
             with storage_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_text(folder / _digest(code / name), f"{name} of {path}\n")

@@ -121,6 +121,12 @@ def test_a_number_that_means_nothing_is_refused(command, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["report {}", "generate {} --prompt a", "summary {}", "export x --output {}"])
+def test_a_path_that_cannot_be_is_refused(command, capsys):
+    assert commands.main(command.format("a" * 300).split()) == 2
+    assert "a name in it has 300 bytes and file systems take 255" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["compare", "inspect", "evaluate", "bench step", "bench dataloader"])
 def test_only_what_is_needed_is_called_required(command, capsys):
     with pytest.raises(SystemExit):

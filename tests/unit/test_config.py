@@ -25,6 +25,9 @@ R = ["r.yaml"]
 NO_SIZE = [*R, "tokenizer.vocabulary_size=null"]
 STREAM = [*NO_SIZE, "tokenizer.path=t", "data.streaming=true"]
 MIXED = [*R, "data.path=null"]
+PATHS = ("output_dir", "model.path", "adapter.path", "tokenizer.path", "tokenizer.chat_template", "distill.teacher")
+PATHS += ("data.path", "data.pattern", "data.cache_dir", "evaluate.path")
+TEMPLATES = ["{{ messages }}", "{% for message in messages %}{{ message.content }}" + "\n" * 300 + "{% endfor %}"]
 
 
 def r(old, new):
@@ -193,8 +196,17 @@ CASES = [
      R, {}, [("r.yaml", "", "invalid YAML", "invalid literal", "ten")]),
     ("alias in itself", r("steps: 10", "steps: &a [*a]"),
      R, {}, [("r.yaml:2", "", "invalid YAML", "an alias refers to a value that contains it")]),
-    ("a name that no disk takes", {}, [*R, "output_dir=" + "a" * 300], {},
-     [("command line", "output_dir", "300 bytes", "255")]),
+    *((f"a name that no disk takes in {key}", {}, [*R, f"{key}=" + "a" * 300], {},
+       [("command line", key, "300 bytes", "255")]) for key in PATHS),
+    *((f"a NUL in {key}", {}, [*R, rf'{key}="~a\0b"'], {}, [("command line", key, "~a", "NUL")]) for key in PATHS),
+    ("a long path", {}, [*R, "evaluate.path=" + "ab/" * 2000], {},
+     [("command line", "evaluate.path", "6000 bytes", "4095")]),
+    ("a NUL in a source", {}, [*MIXED, r'data.mixture=[{path: "a\0b", weight: 1}, {path: text.txt, weight: 1}]'], {},
+     [("command line", "data.mixture.0.path", "NUL")]),
+    ("a NUL in the path of a config", {}, [*R, r'model.config="a\0b"'], {},
+     [("command line", "model.config", "null byte")]),
+    *((f"a template in place of its file, {len(text)}", {}, [*R, "task=sft", "data.path=r.yaml", "data.packing=false", f"tokenizer.chat_template={text}"], {},
+       [("command line", "tokenizer.chat_template", "is a template itself", "path of that file")]) for text in TEMPLATES),
     ("tab", r("  path: text", "\tpath: text"), R, {},
      [("r.yaml:8", "", "invalid YAML", "found character '\\t'")]),
     ("list", {"r.yaml": "- a\n"}, R, {},

@@ -12,6 +12,7 @@ import pytest
 from pydantic_core import from_json
 
 from samecurve.errors import CheckpointError
+from samecurve.storage import trusted_code
 from samecurve.storage.records import COUNT, mismatch, parse, read_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,14 @@ def test_a_whole_file_and_none_at_all(tmp_path):
     assert read_record(path, list).problem == "damaged: more than 100 levels of brackets"
     path.write_text('{"reason": "\\udcff"}')  # a path that is not UTF-8, as write_json writes it
     assert read_record(path).value == {"reason": "\udcff"}
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 300, "\ud800", "ab/" * 2000])
+def test_a_file_that_cannot_be_is_absent(name, tmp_path):
+    assert read_record(Path(name, "run.json")).is_absent and read_record(tmp_path / name).is_absent
+    assert mismatch({"file": name}, {"file": Path}).startswith("file: found ")
+    assert mismatch({"file": name[:2].strip("\0\ud800")}, {"file": (Path, None)}) == ""
+    assert trusted_code.allows(True, name) and not trusted_code.allows(False, name)
 
 
 def test_the_quick_parser_takes_no_more_than_json_does():

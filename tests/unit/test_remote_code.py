@@ -431,7 +431,7 @@ def test_a_link_out_of_a_folder_is_not_followed(command, folder, tmp_path, capsy
     assert commands.main(asked) == 0
 
 
-@pytest.mark.parametrize("base", [None, 3, ["a"]])
+@pytest.mark.parametrize("base", [None, 3, ["a"], "a" * 5000, "a\0b"])
 def test_an_adapter_has_to_name_its_base_model(base, folder, tmp_path):
     write(adapter(tmp_path, folder) / "adapter_config.json", {"base_model_name_or_path": base})
     with pytest.raises(ConfigurationError, match=r"base_model_name_or_path: found .* name the base model there"):

@@ -304,6 +304,13 @@ def test_mistakes(run, arguments, message, monkeypatch, capsys):
     assert not list(run.glob("report*"))
 
 
+@pytest.mark.parametrize("key", ["resumed_from", "output_dir", "strategy_path"])
+@pytest.mark.parametrize("path", ["a\0b/x", "a" * 300 + "/x"])
+def test_a_path_that_cannot_be_is_said(path, key, run, capsys):
+    written(run, "run.json", FACTS | OWN | {key: path})
+    assert f"run.json: {key}: found" in made(capsys, run)
+
+
 def test_what_is_damaged_is_left_out_and_said(run, capsys):
     (run / "run.json").write_text("half")
     with open(run / "metrics.jsonl", "ab") as stream:
