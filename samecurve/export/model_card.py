@@ -34,7 +34,7 @@ ADAPTED_CONFIG = "model_config"
 _CURVE_POINTS, _CURVE_EVALUATIONS = 12, 50  # most rows of the table
 # What a card needs of run.json.
 _FACTS = {
-    "output_dir": str,
+    "output_dir": Path,
     "overrides?": [str],
     "package?": (str, None),
     "unproven?": ([str], None),
@@ -94,7 +94,7 @@ class ExportInfo:
 def write_card(run: Path, info: ExportInfo, folder: Path) -> None:
     """Write README.md, and the picture of the loss that it shows, into a model's folder; see `model_card`."""
     history = _history(run, info)
-    stored = read_record(folder / "config.json").value or {}
+    stored = read_record(folder / "config.json", {"model_type?": (str, None)}).value or {}
     info = replace(info, text_alone=bool(stored) and stored.get("model_type") not in PACKAGED)
     write_text(folder / CARD, model_card(run, info, history))
     if drawn := plot("loss", loss_series(history), session_marks(sessions(run)), Scale(logarithmic=True)):

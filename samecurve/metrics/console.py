@@ -301,7 +301,7 @@ def number(value: object) -> str:
 
 def duration(seconds: float) -> str:
     """Format a duration: 45 s, 3:20 min, 2:05 h."""
-    if seconds < 60:
+    if seconds < 60 or not math.isfinite(seconds):
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

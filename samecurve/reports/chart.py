@@ -16,6 +16,7 @@ BARS_LEFT, BARS_RIGHT, BAR_HEIGHT = 590, 870, 14
 SAME, DIFFERENT, REFERENCE = "#0072b2", "#d55e00", "#000000"  # of Okabe and Ito's palette for colour-blind readers
 LOWEST_POWER, HIGHEST_POWER = -10, -2  # powers of ten: the range of the bars
 AXIS = "#666666"
+SMALLEST, LARGEST = 1e-300, 1e300  # absolute values that are told apart: spans and ticks beyond fit no float
 SHORTENED = 1e4  # numbers from here on are abbreviated with a letter (k, M, G)
 
 
@@ -31,7 +32,7 @@ def relative_difference(value: float | None, expected: float | None) -> float | 
     """Compute |value - expected| / |expected|; None if either is missing, and for 0 / 0."""
     if value is None or expected is None or value == expected == 0:
         return None
-    return abs(value - expected) / abs(expected) if expected else math.inf
+    return abs(float(value) - float(expected)) / abs(expected) if expected else math.inf
 
 
 def chart(points: Sequence[tuple[int, float | None]], curves: Sequence[Curve], title: str, tolerance: float) -> str:
@@ -153,8 +154,14 @@ class Panel:
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
-    """Choose ticks that enclose [low, high]: at most about seven, spaced by 1, 2 or 5 times a power of ten."""
-    span = (high - low) or abs(high) or 1.0  # a constant curve needs a span, too
+    """Choose ticks that enclose [low, high]: at most about seven, spaced by 1, 2 or 5 times a power of ten.
+
+    They end near LARGEST, whatever the values.
+    """
+    low, high = (min(max(value, -LARGEST), LARGEST) for value in (low, high))
+    span, size = high - low, max(abs(low), abs(high))
+    if span < max(1e-12 * size, SMALLEST):  # a constant curve needs a span, too
+        span = size if size >= SMALLEST else 1.0
     power = 10.0 ** math.floor(math.log10(span / 5))
     unit = next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= 6)
     first, last = math.floor(low / unit), math.ceil(high / unit)

@@ -32,6 +32,8 @@ KEYS |= {"peak_memory_gib", "data_wait_fraction", "save_stall_seconds", "distanc
 SMOOTHED = ("loss", "grad_norm", "tokens_per_second")
 SMOOTHED_STEPS, SMOOTHED_SHARE = 10, 50  # 10 steps as in the meter; for a long run a fiftieth of its steps
 
+_LARGEST_INTEGER = 2**63
+
 Point = tuple[int, "float | None"]
 
 
@@ -107,6 +109,8 @@ class History:
             if None in column:
                 here = [step for step, value in zip(steps, column, strict=True) if value is not None]
                 values = [value for value in column if value is not None]
+            if values and not -_LARGEST_INTEGER < min(values) <= max(values) < _LARGEST_INTEGER:
+                values = [float(value) for value in values]  # sums of longer integers may fit no float
             if not values:
                 self.curves.setdefault(name, []).append((steps[0], None))
             else:

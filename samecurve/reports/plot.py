@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard
 from xml.sax.saxutils import escape
 
-from samecurve.reports.chart import Box, Panel, linear_ticks, powers_of_ten
+from samecurve.reports.chart import LARGEST, SMALLEST, Box, Panel, linear_ticks, powers_of_ten
 from samecurve.reports.history import History, Point
 from samecurve.run.sessions import SessionRecord
 
@@ -85,7 +85,7 @@ def plot(
     if not values:
         return ""
     low, high = min(values), max(values)
-    logarithmic = scale.logarithmic and low > 0 and high / low >= LOGARITHMIC_FROM
+    logarithmic = scale.logarithmic and SMALLEST <= low and high <= LARGEST and high / low >= LOGARITHMIC_FROM
     if logarithmic:
         lowest, highest = math.floor(math.log10(low)), math.ceil(math.log10(high))
         ticks = powers_of_ten(lowest, highest, math.ceil((highest - lowest) / MOST_POWERS))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -90,6 +92,47 @@ def test_what_the_directory_knows_is_in_the_card(run):
         assert f"{line}\n" in text, line
     block = text.partition("```yaml\n")[2].partition("```")[0]
     assert Recipe.model_validate(yaml.safe_load(block)).optimizer.learning_rate == 1e-3
+
+
+WHOLE = {"engine": "DDP", "strategy_path": None, "precision": "fp32"}
+PREDICTED = {"step_seconds": 0.5, "step_seconds_interval": [0.1, 1.0], "basis": "measured"}
+
+
+def test_a_name_that_is_not_utf8_costs_no_card_and_no_report(run, tmp_path, capsys):
+    name = os.fsdecode(b"q\xff")
+    folder = tmp_path / name
+    written(folder / "previous" / "1", facts(), {"state": "failed", "reason": f"recipes/{name}.yaml"})
+    own = {"resumed_from": f"{name}/checkpoints/step_00000002", "output_dir": name, "recipe_path": f"{name}.yaml"}
+    written(folder, facts(start_step=2, **WHOLE, **own), {"state": "failed", "reason": "\ud800"})
+    (folder / "metrics.jsonl").write_text(record(1, 8.0) + record(3, 7.0))
+    (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": "\ud800", "text": "b"}) + "\n")
+    write_card(folder, ExportInfo(), tmp_path)
+    assert r"q\udcff.yaml" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    for command in ("report", "summary"):
+        assert commands.main([command, str(folder)]) == 0, capsys.readouterr()
+    assert r"q\udcff.yaml" in (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "losses", [(1e308, -1e308), (1e308, 5e-324), (1.7e308, 1.7e308), (10**308, -(10**308)), (-1.7e308, 1.7e308)]
+)
+def test_numbers_of_any_size_cost_no_card_and_no_report(losses, run, tmp_path, capsys):
+    sizes = {name: losses[0] for name in ("step_seconds", "tokens", "mfu", "eval_loss", "peak_memory_gib", "grad_norm")}
+    lines = [record(step, loss, **sizes) for step, loss in enumerate(losses * 2, 1)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    written(run, facts(**WHOLE, predicted=PREDICTED))
+    write_card(run, ExportInfo(), tmp_path / "previous")
+    other = shutil.copytree(run, tmp_path / "other")
+    (other / "metrics.jsonl").write_text("".join(reversed(lines)) + record(5, 1.0) + "".join(lines[1:]))
+    for words in (["report", run], ["summary", run], ["report", run, other]):
+        assert commands.main(list(map(str, words))) == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("model_type", [["a"], {}, 3])
+def test_a_strange_config_costs_no_card(model_type, run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_card(run, ExportInfo(), tmp_path)
+    assert (tmp_path / "README.md").exists()
 
 
 def test_the_card_says_what_is_unproven(run):

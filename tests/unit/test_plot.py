@@ -12,7 +12,7 @@ import pytest
 
 from samecurve.cli import commands
 from samecurve.reports.history import NUM_BUCKETS, History
-from samecurve.reports.plot import COLOURS, MOST_BUCKETS, Mark, Scale, Series, plot, session_marks, thinned
+from samecurve.reports.plot import COLOURS, MOST_BUCKETS, Mark, Scale, Series, loss_series, plot, session_marks, thinned
 from samecurve.run.sessions import SessionRecord
 from samecurve.storage import jsonl
 from samecurve.storage.jsonl import MOST_RECORDS
@@ -42,6 +42,21 @@ def test_points_by_hand():
 def test_what_is_not_finite_is_a_gap_and_a_point_alone_is_seen(missing):
     svg = plot("loss", [Series("", [(1, 6.0), (2, 6.0), (3, missing), (4, 4.0)])])
     assert lines(svg) == ["M58.0,34.0 180.0,34.0M424.0,210.0h0"]
+
+
+EXTREMES = [(1e308, -1e308), (1e308, 5e-324), (5e-324, 5e-324), (1e308, 1e308), (10**308, -(10**308)), (1e308, 1.0)]
+EXTREMES += [(0.0, 5e-324), (1.0, 1.0 + 2**-52), (-1e308, -5e-324), (1e301, 1e308), (1e-320, 1e-310), (math.inf, 1e308)]
+
+
+@pytest.mark.parametrize("scale", [Scale(), Scale(from_zero=True), Scale(logarithmic=True)])
+@pytest.mark.parametrize("values", EXTREMES)
+def test_numbers_of_any_size_are_drawn(values, scale):
+    history = History(({"step": step, "loss": value} for step, value in enumerate(values * 2, 1)), 4)
+    for order in (values, values[::-1], (*values, 1.0)):
+        series = [Series("a", list(enumerate(order, 1))), Series("b", history.smoothed["loss"])]
+        svg = plot("loss", [*series, *loss_series(history)], scale=scale)
+        shapes = [shape.get("d") for shape in ElementTree.fromstring(svg).iter(f"{SVG}path")]
+        assert all(re.fullmatch(r"[MVHh ,.\d]+", shape) for shape in shapes) and lines(svg)
 
 
 @pytest.mark.parametrize("points", [[], [(1, None), (2, math.nan)]])
