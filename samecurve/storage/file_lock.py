@@ -19,7 +19,7 @@ from typing import IO
 import psutil
 
 from samecurve.errors import ConfigurationError, StorageError
-from samecurve.storage.records import COUNT, read_record
+from samecurve.storage.records import COUNT, parse, read_record
 
 # among them NFS without lockd (ENOLCK) and Lustre mounted without -o flock (ENOSYS)
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -28,6 +28,7 @@ POLL_SECONDS = 1.0
 DEAD_HOST_SECONDS = 120.0
 OWNER = ".lock.owner"
 BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
+_OWNER = {"machine": str, "pid": COUNT, "started": float}
 
 
 _owned: set[OwnerFile] = set()  # by this process, see release_all
@@ -130,22 +131,28 @@ class OwnerFile:
     def _write(self) -> None:
         try:
             # not os.utime, which some file systems refuse; and without truncation, so that others can read it meanwhile
-            with open(self._path, "r+", encoding="utf-8") as stream:
-                if stream.read() == self._content:
+            with open(self._path, "rb+") as stream:
+                if self._is_own(stream.read()):
                     stream.seek(0)
-                    stream.write(self._content)
+                    stream.write(self._content.encode())
+                    stream.truncate()
                     return
         except FileNotFoundError:  # somebody has deleted it
             return _create(self._path, self._content)
-        os.write(2, f"{self._path}: another process has taken over this folder; this one ends\n".encode())
+        text = f"{self._path}: another process has taken over this folder; this one ends\n"
+        os.write(2, text.encode(errors="backslashreplace"))
         os._exit(StorageError.exit_code)
+
+    def _is_own(self, content: bytes) -> bool:
+        """Whether a file names no other owner. An empty one may: another process has just created it."""
+        return content == self._content.encode() or (bool(content) and bool(parse(content, _OWNER)[1]))
 
     def close(self) -> None:
         _owned.discard(self)
         if not self._closed.is_set():
             self._closed.set()
             with contextlib.suppress(OSError), self._beating:
-                if self._path.read_text(encoding="utf-8") == self._content:
+                if self._is_own(self._path.read_bytes()):
                     self._path.unlink()
             self._stream.close()
 
@@ -169,7 +176,7 @@ def _create(path: Path, content: str) -> None:
 
 
 def _owner(path: Path) -> dict:
-    return read_record(path, {"machine": str, "pid": COUNT, "started": float}).value or {}
+    return read_record(path, _OWNER).value or {}
 
 
 def _owner_text(path: Path) -> str:
