@@ -111,19 +111,19 @@ def folder_files(root: Path, name: str, pattern: str | None, own: Iterable[str] 
 
 def _saved_files(root: Path, name: str) -> tuple[Path, ...]:
     """Return the Arrow files of a folder that `save_to_disk` of datasets wrote, in its order; () for other folders."""
-    splits = read_record(root / "dataset_dict.json").value
-    names = [split for split in (splits or {}).get("splits") or () if (root / str(split)).is_dir()]
+    splits = read_record(root / "dataset_dict.json", {"splits?": ([Path], None)}).value or {}
+    names = [split for split in splits.get("splits") or () if (root / split).is_dir()]
     if names:
         raise DataError(
             f"{name}: the folder has the splits {', '.join(names)}, which save_to_disk wrote; set data.path to one of "
             f"them, such as {Path(name) / names[0]}"
         )
-    state = read_record(root / "state.json").value or {}
-    files = [entry.get("filename") for entry in state.get("_data_files") or () if isinstance(entry, dict)]
-    absent = next((file for file in files if not (root / str(file)).is_file()), None)
+    state = read_record(root / "state.json", {"_data_files?": ([{"filename": Path}], None)}).value or {}
+    files = [entry["filename"] for entry in state.get("_data_files") or ()]
+    absent = next((file for file in files if not (root / file).is_file()), None)
     if absent is not None:
         raise DataError(f"{name}: state.json names the file {absent}, which is not there; copy the whole folder again")
-    return tuple(root / str(file) for file in files)
+    return tuple(root / file for file in files)
 
 
 def _listed(root: Path, pattern: str | None) -> Iterable[Path]:

@@ -23,6 +23,7 @@ from tiny_recipes import recipe_file
 
 from samecurve.config import loader
 from samecurve.data import formats, sources, stream_pieces
+from samecurve.data.selection import _saved_files
 from samecurve.errors import ConfigurationError, DataError
 from samecurve.run.run_directory import RunDirectory
 from samecurve.specs.data_names import BUILTIN
@@ -616,6 +617,18 @@ def test_tsv_is_csv_with_tabs(tmp_path):
     (tmp_path / "b.tsv").write_text("text\tid\na\n")
     with pytest.raises(DataError, match="the row has 1 fields, but the header has 2"):
         documents_of(tmp_path / "b.tsv")
+
+
+STRANGE = [{"splits": 3}, {"splits": {"a": 1}}, {"splits": ["a\0b"]}, {"_data_files": 3}, {"_data_files": [3]}]
+STRANGE += [{"_data_files": [{"filename": "a\0b"}]}, {"_data_files": [{}]}, {"_data_files": "ab"}]
+
+
+@pytest.mark.parametrize("content", STRANGE)
+def test_strange_records_beside_data_are_not_those_of_save_to_disk(content, tmp_path):
+    (tmp_path / "a.txt").write_text("words")
+    for name in ("dataset_dict.json", "state.json"):
+        (tmp_path / name).write_text(json.dumps(content))
+    assert _saved_files(tmp_path, "data") == ()
 
 
 def test_folders_of_save_to_disk_are_read(tmp_path):
