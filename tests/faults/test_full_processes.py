@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -86,7 +87,10 @@ def when_running(victim: Victim, number: int):
         def is_running() -> bool:
             if not status.exists() or status.stat().st_mtime <= began or read_status(status).get("state") != "running":
                 return False
-            maps = [Path(f"/proc/{process.pid}/maps").read_text() for process in started.ranks().values()]
+            maps = []
+            for process in started.ranks().values():
+                with contextlib.suppress(OSError):  # it ends meanwhile
+                    maps.append(Path(f"/proc/{process.pid}/maps").read_text())
             return len(maps) == victim.case.world and all("libtorch" in each for each in maps)
 
         started.wait_for(is_running, "its status and its imports")
