@@ -81,13 +81,23 @@ def take_over(store: ObjectStore, run: Path, fresh: bool, resume: str = "auto", 
     """
     own = run / OWN_NAME
     name, *sessions = read_sessions(own)
+    is_waiting = False
     while (owner := read_owner(store)) and owner["session"] not in sessions and is_live(owner):
-        if time.monotonic() >= deadline:
+        left = deadline - time.monotonic()
+        if left <= 0:
             raise ConfigurationError(
                 f"checkpoint.mirror: {'this' if owner['run'] == name else 'a'} run on {owner['host']} uploads to "
                 f"{store.url}; choose another URL, or end it there (one whose host "
                 f"was lost counts for {LIVE_SECONDS:.0f} s)"
             )
+        if not is_waiting:
+            latest = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+            print(
+                f"checkpoint.mirror: a session on {owner['host']} uploads to {store.url}; waiting until it ends there "
+                f"or counts as lost, {LIVE_SECONDS:.0f} s after its last sign of life, at the latest until {latest}",
+                flush=True,
+            )
+            is_waiting = True
         time.sleep(POLL_SECONDS)
     if fresh and owner and owner["session"] not in sessions and store.folders(MODEL):
         raise ConfigurationError(

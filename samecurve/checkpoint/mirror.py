@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -53,7 +54,8 @@ from samecurve.checkpoint.manifest import (
 )
 from samecurve.errors import StorageError
 from samecurve.storage.atomic import storage_errors, write_bytes
-from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.storage.ending import at_end
+from samecurve.storage.filesystem import LocalFileSystem, leads_out
 from samecurve.storage.object_store import ObjectStore
 
 SIGN_SECONDS = LIVE_SECONDS / 3
@@ -83,7 +85,9 @@ class Mirror:
         self._owner, self._session = "", uuid.uuid4().hex
         self._is_lost = False
         self._closed = threading.Event()
+        self._is_signed = False
         self._uploaded: dict[str, tuple[int, int]] = {}  # size and time of the records as they were sent
+        self._left_out: set[Path] = set()
         self.uploading = ""
 
     def start(self, step: int, fresh: bool = False) -> None:
@@ -103,6 +107,8 @@ class Mirror:
             # before the store has it: a session that is killed in between must not take itself for another one
             write_bytes(own, ["\n".join((name or self._owner, *sessions)).encode()])
             self._sign(live=True)
+            self._is_signed = True
+            at_end(self.sign_off)
             # after it: a fresh start that the store refuses must not cost the run here its claim
             write_bytes(own, ["\n".join((self._owner, *sessions)).encode()])
         for name in committed(self._store):
@@ -130,6 +136,20 @@ class Mirror:
             except StorageError:  # or the next time
                 if self._is_lost:
                     return
+
+    def sign_off(self) -> None:
+        """Say that this session has ended, unless another one has taken its place.
+
+        Raises:
+            StorageError: the store does not answer, or is another session's.
+        """
+        self._closed.set()
+        if self._owner_thread is not None:  # which may be about to say that this session is alive
+            self._owner_thread.join()
+        if self._is_signed:
+            self._check_owner()
+            self._sign(live=False)
+            self._is_signed = False
 
     def _check_owner(self) -> None:
         """Raise StorageError if another session uploads to the same URL, now or earlier."""
@@ -160,9 +180,7 @@ class Mirror:
         self._closed.set()
         try:
             self.catch_up()
-            if self._owner_thread is not None:
-                self._owner_thread.join()
-                self._sign(live=False)
+            self.sign_off()
         except (StorageError, OSError) as error:
             there = []
             with contextlib.suppress(StorageError):
@@ -191,7 +209,7 @@ class Mirror:
         self._check_owner()
         best = best_name(self._store)  # of an earlier session elsewhere, before this one's own replaces it
         self._upload_records(RECORDS)
-        if model := {path.name for path in self._run.glob(f"{MODEL}/*")}:
+        if model := {path.name for path in self._files_of((MODEL,)) if path.parent == self._run / MODEL}:
             for name in self._store.sizes(MODEL).keys() - model:  # of an earlier model, which was in other files
                 self._store.remove(f"{MODEL}/{name}")
         kept = {best} | {folder.name for folder in list_checkpoints(self._files, self._run / FOLDER)}
@@ -225,8 +243,27 @@ class Mirror:
                     return folder
         return None
 
+    def _files_of(self, names: Iterable[str]) -> Iterator[Path]:
+        """List the run's files of these names, and all files in the folders among them.
+
+        What a link out of the run leads to is not the run's. Only checkpoints/ may lie elsewhere.
+        """
+        for top in (self._run / name for name in names):
+            if self._is_inside(top, top.parent):
+                files = sorted(top.rglob("*")) if top.is_dir() else [top]
+                yield from (path for path in files if self._is_inside(path, top.parent) and path.is_file())
+
+    def _is_inside(self, path: Path, folder: Path) -> bool:
+        """Whether a path is in a folder, and not a link out of it, which is said once."""
+        is_out = leads_out(path, folder)
+        if is_out and path not in self._left_out:
+            self._left_out.add(path)
+            target = os.path.realpath(path)
+            self._log(f"checkpoint.mirror: {path} is not uploaded: a link to {target}, which is outside of {folder}")
+        return not is_out
+
     def _upload_records(self, names: Sequence[str]) -> None:
-        for path in local_files(self._run, names):
+        for path in self._files_of(names):
             if path.name.startswith("."):
                 continue
             key = path.relative_to(self._run).as_posix()
@@ -270,11 +307,3 @@ def remove_checkpoint(store: ObjectStore, name: str) -> None:
     store.remove(f"{key}/{MARKER}")
     for file in store.folders(key):
         store.remove(f"{key}/{file}")
-
-
-def local_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
-    """List the files among `names` of a folder, and all files in the folders among them."""
-    for name in names:
-        path = folder / name
-        files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        yield from (file for file in files if file.is_file())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +33,7 @@ from samecurve.models.weight_files import header, indexed_files, read, weight_fi
 from samecurve.models.weights import constant_tensors, frozen_tensors, kept_tensors
 from samecurve.specs.precision import PRECISIONS
 from samecurve.storage.atomic import json_values, storage_errors, write_json
+from samecurve.storage.filesystem import leads_out
 from samecurve.storage.records import read_record
 from samecurve.tasks import registry
 from samecurve.tasks.task_skeleton import skeleton_of
@@ -104,10 +106,10 @@ def copy_as(source: Path, target: Path, dtype: torch.dtype) -> Rounding:
 
 def check_links(folder: Path) -> None:
     """Raise CheckpointError for a link out of a folder: a copy to share would hold the file that it leads to."""
-    inside = folder.resolve()
     for path in folder.rglob("*"):
-        if path.is_symlink() and not path.resolve().is_relative_to(inside):
-            raise CheckpointError(f"{path}: a link to {path.resolve()}, which is outside of {folder}; remove it")
+        if leads_out(path, folder):
+            target = os.path.realpath(path)
+            raise CheckpointError(f"{path}: a link to {target}, which is outside of {folder}; remove it")
 
 
 def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding) -> None:

@@ -18,6 +18,7 @@ from samecurve.run.status import refused_elsewhere
 from samecurve.run.watchdog import LAST_RESORT_SECONDS, HangWatchdog, last_resort
 from samecurve.storage import terminal
 from samecurve.storage.atomic import known_cause
+from samecurve.storage.ending import sign_off
 from samecurve.storage.file_lock import release_all
 from samecurve.storage.terminal import printable
 
@@ -119,6 +120,8 @@ def supervised(
         except BaseException as error:
             around.failed(error)
             raise
+        finally:  # after the report, which a dead network must not delay
+            sign_off()
         around.done()
 
 
@@ -257,6 +260,7 @@ class RunSupervisor:
                 print_stderr_from_thread(text)
             self._write("failed", reason, code)
             self.watchdog.heartbeats.write("failed", f"rank {self.watchdog.rank}: {reason}", code, is_reporter)
+            sign_off()
             release_all()
             os._exit(code)
 
@@ -271,6 +275,7 @@ class RunSupervisor:
         self._write("failed", str(error), error.exit_code)
         if is_reporter or not isinstance(error, HangError):  # the reporter still collects a hanging rank's stacks
             self.watchdog.heartbeats.write("failed", str(error), error.exit_code, is_reporter)
+        sign_off()
         # Wait as in let_the_first_process_report. The launcher's signal shows that the reporter has exited.
         deadline = time.monotonic() + WAIT_SECONDS
         while not is_reporter and time.monotonic() < deadline and not self.requested:

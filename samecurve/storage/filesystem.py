@@ -42,6 +42,11 @@ def next_free(folder: Path) -> Path:
     return next(path for number in count(2) if not (path := folder.with_name(f"{stem}-{number}")).exists())
 
 
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path below `folder` leads out of it over a link. The folder itself may be reached over one."""
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
 class WritableFile(Protocol):
     def write(self, data: Any, /) -> int: ...
 

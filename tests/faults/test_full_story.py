@@ -17,7 +17,6 @@ from harness import BIN, ROOT, Run, largest_relative_difference, relative_l2
 from s3_server import BUCKET, Server
 from two_hosts import TwoHosts
 
-from samecurve.checkpoint.fetch import LIVE_SECONDS
 from samecurve.checkpoint.manifest import folder_name
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(not s3_server.PACKAGES, reason=s3_server.MISSING)]
@@ -99,7 +98,6 @@ def test_the_path_of_a_new_user(hosts, server, battery, tmp_path):
     assert code != 0 and (started.facts["strategy"], started.facts["world_size"]) == ("zero3", 2)
 
     del user.settings["SAMECURVE_FAULTS"], user.settings["SAMECURVE_STAGING"]
-    time.sleep(LIVE_SECONDS)  # the store's owner has given its last sign of life by now
     fsdp = ["--strategy", "configs/fsdp.yaml", "--num_processes", "2"]
     train = [str(BIN / "python"), "train.py", *recipe, *fsdp]
     code, said = user.types(1, *train, SAMECURVE_STAGING=str(elsewhere))

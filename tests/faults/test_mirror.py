@@ -7,8 +7,10 @@ byte for byte, one that was committed locally.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,9 +34,10 @@ from samecurve.checkpoint.fetch import (
 )
 from samecurve.checkpoint.manager import TrainProgress
 from samecurve.checkpoint.manifest import MANIFEST, check_files, folder_name, list_checkpoints
-from samecurve.errors import CheckpointError, ConfigurationError, StorageError
+from samecurve.errors import CheckpointError, ConfigurationError, DataError, Preempted, StorageError
+from samecurve.run.lifecycle import supervised
 from samecurve.run.run_directory import RunDirectory
-from samecurve.storage import object_store
+from samecurve.storage import ending, object_store
 from samecurve.storage.filesystem import LocalFileSystem
 from samecurve.storage.object_store import ObjectStore, Retries
 from samecurve.strategy.launchers import continues_own_run
@@ -122,6 +125,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 def url() -> Iterator[str]:
     yield f"memory://{uuid.uuid4().hex}/run"
     MemoryFileSystem.store.clear()
+
+
+@pytest.fixture(autouse=True)
+def ends(monkeypatch) -> None:
+    """What a test's mirrors would do at the end of the process."""
+    monkeypatch.setattr(ending, "_calls", [])
 
 
 def store_at(url: str, files=None) -> ObjectStore:
@@ -501,6 +510,89 @@ def test_a_live_run_keeps_its_store_and_an_ended_one_leaves_it_to_its_own_run(ur
     mirror_of(url, other).start(10)
     with pytest.raises(ConfigurationError, match="belongs to another run"):
         take_over(store_at(url), elsewhere, fresh=False)
+
+
+@pytest.mark.parametrize("error", [DataError("no rows"), StorageError("a full disk"), ValueError("x"), Preempted("x")])
+def test_a_run_that_failed_leaves_its_store_at_once(error, url, tmp_path):
+    run, elsewhere = tmp_path / "run", new_run(tmp_path / "elsewhere")
+    commit_step(new_run(run), 10)
+    with contextlib.suppress(type(error)), supervised(RunDirectory(run, resume="auto")):
+        first = mirror_of(url, run)
+        first.start(10)
+        with pytest.raises(ConfigurationError, match="uploads to"):
+            take_over(store_at(url), elsewhere, fresh=False)
+        raise error
+    assert not read_owner(store_at(url))["live"]
+    take_over(store_at(url), elsewhere, fresh=False)
+    mirror_of(url, elsewhere).start(10)
+    first.sign_off()  # of a session whose place was taken, that changes nothing
+    with pytest.raises(ConfigurationError, match="uploads to"):
+        take_over(store_at(url), run, fresh=False)
+
+
+def test_the_end_of_a_failed_session_is_not_that_of_the_one_after_it(url, tmp_path):
+    run, copy = new_run(tmp_path / "run", 10), tmp_path / "copy"
+    mirror_of(url, run).start(10)
+    shutil.copytree(run, copy)
+    mirror_of(url, copy).start(10)
+    del ending._calls[1:]
+    ending.sign_off()
+    assert read_owner(store_at(url))["live"]
+
+
+def test_a_restart_says_for_whom_it_waits_and_how_long(url, tmp_path, monkeypatch, capsys):
+    mirror_of(url, new_run(tmp_path / "run", 10)).start(10)
+    monkeypatch.setattr(fetching, "POLL_SECONDS", 0.05)
+    deadline = time.monotonic() + 0.3
+    latest = [time.strftime("%H:%M:%S", time.localtime(time.time() + seconds)) for seconds in (0, 1, 2)]
+    with pytest.raises(ConfigurationError, match="uploads to"):
+        take_over(store_at(url), new_run(tmp_path / "elsewhere"), fresh=False, deadline=deadline)
+    [line] = capsys.readouterr().out.splitlines()
+    assert f"uploads to {url}; waiting until it ends there or counts as lost" in line
+    assert line.rpartition("latest until ")[2] in latest
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_a_link_leads_to_outside_of_the_run_is_not_uploaded(is_link, url, tmp_path, capsys):
+    real = new_run(tmp_path / "real", 10)
+    private = tmp_path / "private"
+    (private / "deep").mkdir(parents=True)
+    for name in ("id_rsa", "config.json", "deep/x"):
+        (private / name).write_text("a secret")
+    run = tmp_path / "run" if is_link else real
+    if is_link:  # the whole directory may lie elsewhere
+        run.symlink_to(real)
+    for folder in ("tensorboard", "trackers"):
+        (run / folder).mkdir()
+    (run / "metrics.jsonl").write_text("{}")
+    (run / "tensorboard" / "events").write_text("own")
+    (run / "trackers" / "latest").symlink_to(run / "tensorboard" / "events")
+    (run / "trackers" / "loop").symlink_to("loop")
+    outside = {"tensorboard/n.txt": "id_rsa", "tensorboard/all": "deep", "model": "", "run.json": "id_rsa"}
+    outside |= {"trackers/broken": "nothing", "checkpoints/best.json": "config.json"}
+    for name, target in outside.items():
+        (run / name).symlink_to(private / target)
+    store_at(url).write("model/config.json", b"of an earlier session")
+    copies = mirror_of(url, run)
+    for _ in range(2):
+        copies.catch_up()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(outside)
+    for name, target in outside.items():
+        assert sum(f"{run / name} is not uploaded: a link to {private / target}," in line for line in said) == 1
+    root = MemoryFileSystem().find(url.removeprefix("memory:/"))
+    keys = {path.partition("/run/")[2] for path in root}
+    assert {"metrics.jsonl", "tensorboard/events", "trackers/latest", "model/config.json"} <= keys
+    assert not any(b"secret" in MemoryFileSystem().cat_file(path) for path in root)
+
+
+def test_checkpoints_may_lie_on_another_disk(url, tmp_path):
+    run = new_run(tmp_path / "run", 10)
+    (run / "checkpoints" / "best.json").write_text(json.dumps({"checkpoint": folder_name(10)}))
+    (run / "checkpoints").rename(tmp_path / "disk")
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    mirror_of(url, run).catch_up()
+    assert committed(store_at(url)) == [folder_name(10)] and fetching.best_name(store_at(url)) == folder_name(10)
 
 
 def test_a_refused_fresh_start_leaves_the_run_its_store(url, tmp_path, monkeypatch):

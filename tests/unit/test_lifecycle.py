@@ -9,6 +9,7 @@ from surrounded import ranks, status
 from samecurve.errors import (
     ConfigurationError,
     DataError,
+    HangError,
     NumericError,
     PeerError,
     Preempted,
@@ -218,6 +219,32 @@ run.status = lambda *_, **__: time.sleep(60)
 meet(watch)
 ready()
 """
+
+
+SIGNS = """
+from samecurve.storage import ending
+ending.at_end(lambda: print("signed off", flush=True))
+ending.at_end(lambda: [][0])
+DEAD
+ready()
+"""
+ENDS = {"raise DataError('no rows')": 3, "raise ValueError('x')": 1, "raise Preempted('saved')": 75, "pass": 0}
+ENDS |= {"wait()": 143, "watch.phase('step')\nwait()": HangError.exit_code}
+
+
+@pytest.mark.parametrize("dead", ["", "ending.at_end(lambda: time.sleep(60))"], ids=["network", "dead network"])
+@pytest.mark.parametrize("body", ENDS)
+def test_every_end_signs_off_and_waits_for_no_dead_network(body, dead, tmp_path):
+    """By an error, by a signal, and from the watchdog's thread."""
+    timeout = 1.0 if ENDS[body] == HangError.exit_code else 0.0
+    with ranks(tmp_path / "run", SIGNS.replace("DEAD", dead) + body, timeout_seconds=timeout) as [rank]:
+        rank.wait_until("ready")
+        began = time.monotonic()
+        if ENDS[body] == 143:
+            rank.process.send_signal(signal.SIGTERM)
+        assert rank.ends() == ENDS[body]
+        assert time.monotonic() - began < (12 if dead else 8)
+        assert rank.said.count("signed off") == 1
 
 
 @pytest.mark.parametrize(
