@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from samecurve.checkpoint.manifest import (
     read_manifest,
 )
 from samecurve.config.documents import Document
+from samecurve.data.sampler import Steps
 from samecurve.errors import CheckpointError
 from samecurve.storage.fault_points import fault_point
-from samecurve.storage.filesystem import next_free
+from samecurve.storage.filesystem import LocalFileSystem, next_free
 from samecurve.storage.records import COUNT, MOST_BYTES, count_levels, parse, read_record
 
 if TYPE_CHECKING:
@@ -29,17 +31,31 @@ if TYPE_CHECKING:
 FORMAT = 1
 STATE = "state.json"
 _POSITIVE = range(1, 2**53)
+# What the data loader's state may be made of: the place in a stream, or in each of its sources, and the sizes of the
+# steps by their first position, from 0 on.
+_PLACE = {"block": COUNT, "start": COUNT}
+_PLACES = ({}, _PLACE, {"sources": [_PLACE]})
+[_FIRST] = Steps(1).history
+_SIZES = ({}, {_FIRST: _POSITIVE, f"^{_FIRST[:-1]}[1-9][0-9]{{,15}}": _POSITIVE})
 # What is read from a checkpoint. A matching hash only proves that the file is as it was written, by whomever.
 _SCHEMA = {
     "format": range(FORMAT, FORMAT + 1),
     **{key: COUNT for key in ("step", "updates", "samples")},
     "meter": {"average?": float, "weight?": float},
-    "record": {"step?": COUNT, "loss?": (float, None), "recompilations?": COUNT, "*": object},
-    "stopping?": {"metric?": str, "value?": (float, None), "step?": COUNT, "evaluations_since?": COUNT},
-    "anchor?": {"block?": COUNT, "start?": COUNT, "sources?": [{"block": COUNT, "start": COUNT}], "*": _POSITIVE},
+    "record": {"step?": COUNT, **dict.fromkeys(("loss?", "learning_rate?"), (float, None)), "recompilations?": COUNT},
+    "stopping?": (
+        {"metric": str, "value": (float, None), "step": COUNT, "evaluations_since": COUNT},
+        {"metric": str, "value?": (), "evaluations_since": COUNT},  # none was finite
+        {"*": ()},
+    ),
+    "anchor?": tuple({**place, **sizes, "*": ()} for place in _PLACES for sizes in _SIZES),
     "loss_scale": ({"value": float, "good_steps": COUNT, "deepspeed?": {"*": float}}, {"*": ()}),
     "generators": dict,
-    "recipe": {"optimizer?": dict, "tokenizer?": {"template_date?": (str, None)}},
+    "recipe": {
+        "optimizer?": dict,
+        "tokenizer?": {"template_date?": (date, None)},
+        "model?": {"revision?": (str, None)},
+    },
     "from_strategy?": {"*": str},
     "given?": [str],
     "strategy": str,
@@ -151,7 +167,7 @@ class CheckpointSelector:
             except OSError as error:  # not raised here: the other ranks wait in `conclude`
                 problems = [str(error)]
         problems = self._world.conclude(problems, lambda of_all: sorted(set().union(*of_all)))
-        return problems or self._world.on_main(lambda: state_problems(folder))
+        return problems or self._world.on_main(lambda: state_problems(folder, self._facts))
 
     def _check_changes(self, folder: Path, facts: dict) -> None:
         saved = self._world.on_main(lambda: read_state(folder))
@@ -169,14 +185,22 @@ class CheckpointSelector:
 
 
 def read_state(folder: Path, of_script: bool = False) -> dict:
-    """Read a checkpoint's state.json.
+    """Read a checkpoint's state.json, after its hash.
 
     Args:
         of_script: expect one that `Accelerator.save_state` wrote in a script, not one of train.py.
 
     Raises:
-        CheckpointError: no run of this version wrote it, or it is of the other origin.
+        CheckpointError: it is damaged, no run of this version wrote it, or it is of the other origin.
     """
+    files = LocalFileSystem()
+    try:
+        _, records = read_manifest(files, folder)
+        damages = check_records(files, folder, [record for record in records if record.name == STATE])
+    except DamagedManifest as error:
+        damages = [error.damage]
+    for damage in damages:
+        raise CheckpointError(f"{folder}/{damage}; use another checkpoint")
     state = read_record(folder / STATE, _SCHEMA).require(CheckpointError, "use another checkpoint")
     if of_script and "script" not in state:
         raise CheckpointError(f"{folder}: a checkpoint of train.py, which train.py resumes: --resume {folder}")
@@ -185,10 +209,23 @@ def read_state(folder: Path, of_script: bool = False) -> dict:
     return state
 
 
-def state_problems(folder: Path) -> list[str]:
-    """List what is wrong with state.json besides its hash: [] or one problem."""
-    problem = read_record(folder / STATE, _SCHEMA).problem
+def state_problems(folder: Path, facts: dict | None = None) -> list[str]:
+    """List what is wrong with state.json besides its hash: [] or one problem.
+
+    facts: see Checkpoints; with them, a stream's places have to be those of the recipe's sources.
+    """
+    record = read_record(folder / STATE, _SCHEMA)
+    problem = record.problem or _lost_sources(record.value, facts or {})
     return [f"{STATE}: {problem}"] if problem else []
+
+
+def _lost_sources(saved: dict, now: dict) -> str:
+    places = saved.get("anchor", {}).get("sources")
+    parts = now.get("recipe", {}).get("data", {}).get("mixture")
+    # other rows are refused, whatever state they left
+    if not places or not parts or saved["data"] != now["data"] or len(places) == len(parts):
+        return ""
+    return f"anchor.sources: found {len(places)}, expected {len(parts)}, one for each part of data.mixture"
 
 
 def check_readable(state: bytes, values: dict) -> None:

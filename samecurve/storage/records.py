@@ -10,19 +10,23 @@ A schema is made of Python's own values:
     int                      an integer of 64 bits
     range(1, 10)             an integer of that range
     float                    a finite number
+    date                     the text of a day, YYYY-MM-DD
     None                     null
     (int, None)              one of several; () is none at all
     [str]                    a list of such values
     {"step": int, "model?": dict, "*": float}    an object. Without a question mark, a key has to be there. "*" is the
-                                                 schema of all other keys, which may have any value without it.
+                                                 schema of all other keys, which may have any value without it;
+                                                 beside it "^key_[0-9]+" is that of the keys that match the pattern.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ MOST_BYTES = 64 * 2**20
 MOST_LEVELS = 100  # of lists and objects inside of one another
 _NAMES = {str: "text", bool: "true or false", dict: "an object", list: "a list", int: "an integer", float: "a number"}
 _NAMES |= {Path: f"a path, without NUL and of names up to {LONGEST_NAME} bytes"}
+_NAMES[date] = "a day, YYYY-MM-DD"
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,14 @@ def _fits(value: Any, schema: Any) -> bool:
         return type(value) is int and value in schema
     if schema is Path:
         return isinstance(value, str) and not name_problem(value)
-    return isinstance(value, schema)
+    return _is_day(value) if schema is date else isinstance(value, schema)
+
+
+def _is_day(value: Any) -> bool:
+    try:
+        return date.fromisoformat(value).isoformat() == value  # which also reads other ways to write it
+    except (TypeError, ValueError):
+        return False
 
 
 def _fits_one(value: Any, schemas: tuple) -> bool:
@@ -176,11 +188,12 @@ def _mismatch_inside(value: dict, schema: dict, key: str) -> str:
                 continue
             if problem := mismatch(value[wanted], kind, prefix + wanted):
                 return problem
-        elif wanted == name != "*":
+        elif wanted == name and not name.startswith(("*", "^")):
             return f"{prefix}{name}: missing"
     if "*" in schema and schema["*"] is not object and not (schema["*"] == (float, None) and are_numbers(value)):
-        named, kind = {name.removesuffix("?") for name in schema}, schema["*"]
+        named, patterns = {name.removesuffix("?") for name in schema}, [name for name in schema if name.startswith("^")]
         for name, item in value.items():
+            kind = schema[next((pattern for pattern in patterns if re.fullmatch(pattern, name)), "*")]
             if name in named or (isinstance(kind, tuple) and _fits_one(item, kind)):
                 continue
             if problem := mismatch(item, kind, prefix + name):

@@ -6,32 +6,43 @@ good ones. The everyday run leaves out combinations that load a model again and 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import ROOT
 from safetensors.torch import load_file
+from saved_state import seal
 
 from samecurve.checkpoint.format import CheckpointReader
-from samecurve.checkpoint.resume import CheckpointSelector, read_state
+from samecurve.checkpoint.resume import CheckpointSelector, read_state, state_problems
 from samecurve.cli import commands
+from samecurve.config import loader
+from samecurve.config.schema import Recipe
+from samecurve.data.datasets.streaming import MixedStreams, StreamRows
+from samecurve.data.sampler import Steps, rows_in_steps
 from samecurve.distributed.control_group import ControlGroup
 from samecurve.errors import CheckpointError, SamecurveError
 from samecurve.export.model_card import ExportInfo, model_card
 from samecurve.interfaces.region import Region
+from samecurve.metrics.meter import Meter
 from samecurve.run.beats import read_beat
 from samecurve.run.run_directory import RunDirectory
 from samecurve.storage.checksums import SUMS, check_checksums, write_checksums
 from samecurve.storage.filesystem import LocalFileSystem
+from samecurve.training import settle
+from samecurve.training.evaluator import EarlyStopping
+from samecurve.training.startup import rate_change
 
 CODES = {0, 2, 3, 4, 5, 6, 7}
 MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -253,17 +264,6 @@ def test_wrong_types_in_any_key_of_a_record(name, every, run, capsys):
         read_beat(run / "heartbeats" / "rank_00000.json")
 
 
-def seal(folder: Path) -> None:
-    """Manifest and marker for what the folder holds now, as whoever forges a state can write them, too."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for file in manifest["files"]:
-        content = (folder / file["name"]).read_bytes()
-        file |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    text = json.dumps(manifest).encode()
-    (folder / "manifest.json").write_bytes(text)
-    (folder / "COMMITTED").write_text(json.dumps({"manifest_sha256": hashlib.sha256(text).hexdigest()}))
-
-
 @EVERY
 def test_a_forged_state_is_refused_or_harmless(every, run, origin, monkeypatch, capsys):
     """Where a state does not fit, the older checkpoint is taken; what fits is a state of a run with other keys."""
@@ -286,6 +286,81 @@ def test_a_forged_state_is_refused_or_harmless(every, run, origin, monkeypatch, 
         ends(["export", run, "--checkpoint", "latest"], capsys)
     types = {"format", "step", "updates", "samples", "meter", "record", "loss_scale", "recipe", "model", "data"}
     assert refused >= types | {"strategy", "world_size", "versions", "generators"}
+
+
+STREAMED = (
+    {"block": 1, "start": 4, "batch_size_from_0": 4, "batch_size_from_4": 8},
+    {"sources": [{"block": 1, "start": 4}, {"block": 0, "start": 0}], "batch_size_from_0": 8},
+)
+STOPPING = ({"metric": "eval_loss", "value": 2.0, "step": 1, "evaluations_since": 3},)
+STOPPING += ({"metric": "eval_loss", "evaluations_since": 3},)
+
+
+def go_on_with(state: dict, recipe: Recipe, num_parts: int) -> None:
+    """Whatever a start of a training reads in a state, each part by its own reader."""
+    stopping, anchor = EarlyStopping(recipe, state.get("stopping", {})), state.get("anchor", {})
+    assert not stopping.is_over or stopping.describe()
+    stopping.evaluated(5, {"eval_loss": 1.0})
+    rate_change(recipe, state)
+    meter: Any = object.__new__(Meter)
+    meter.state = state["meter"]
+    steps = Steps.of(8, state["samples"], anchor)
+    assert len(rows_in_steps(np.arange(state["samples"], state["samples"] + 16), 9, 0, steps)) == 16
+    parts: list[StreamRows] = [StreamRows(range_rows, lambda block: None, 3, "", {}) for _ in range(num_parts)]
+    rows = MixedStreams(parts, [1.0] * num_parts) if num_parts > 1 else parts[0]
+    rows.plan(0, steps, 99, anchor)
+    rows.anchor(state["samples"] + 99)
+    saved = state["recipe"]
+    date.fromisoformat(saved.get("tokenizer", {}).get("template_date") or "2024-01-02")
+    assert isinstance(saved.get("model", {}).get("revision") or "", str)
+
+
+def range_rows(block: int) -> Any:
+    return SimpleNamespace(sequence_length=4, fingerprint="")
+
+
+@pytest.mark.parametrize("anchor", STREAMED)
+@pytest.mark.parametrize("stopping", STOPPING)
+def test_what_a_state_says_is_refused_at_reading_or_serves(stopping, anchor, run):
+    """Every leaf that a start reads, of every other kind: what the reader takes, no later part of a start refuses."""
+    folder = run / "checkpoints" / "step_00000002"
+    whole = read_state(folder) | {"stopping": stopping, "anchor": anchor}
+    whole["recipe"]["tokenizer"]["template_date"] = "2024-07-26"
+    whole["recipe"]["model"]["revision"] = "main"
+    sources = len(anchor.get("sources", ()))
+    whole["recipe"]["data"]["mixture"] = [{"path": "a", "weight": 1.0}] * sources or None
+    own = {key: whole[key] for key in whole.keys() - {"model", "versions", "generators", "recipe"}}
+    paths = [*places(own, 3)]
+    paths += [("recipe", *path) for path in places(whole["recipe"], 2) if path[0] in ("tokenizer", "model")]
+    cases = [whole, *(case for path in paths for case in changed(whole, path))]
+    for added in ({"batch_size_from_x": 8}, {"batch_size_from_": 8}, {"batch_size_from_07": 8}, {"sources": [1]}):
+        cases.append(whole | {"anchor": anchor | added})
+    for places_of in ([], [{"block": 1}], [{"block": 0, "start": 0}], [{"block": 0, "start": 0}] * 3):
+        cases.append(whole | {"anchor": {"sources": places_of, "batch_size_from_0": 8}})
+    cases += [whole | {"anchor": {"block": 1}}, whole | {"anchor": {"batch_size_from_8": 8}}]
+    cases.append(whole | {"stopping": {"metric": "eval_loss", "value": 1.0, "evaluations_since": 3}})
+    recipe, num_taken = loader.load_recipe("recipe.yaml", ["evaluate.patience=3", "evaluate.every_steps=1"]), 0
+    for case in cases:
+        (folder / "state.json").write_text(json.dumps(case))
+        if not state_problems(folder, whole):
+            num_taken += 1
+            go_on_with(case, recipe, max(sources, 1))
+    assert 100 < num_taken < len(cases) - 100
+
+
+@pytest.mark.parametrize("of", ["state.json", "manifest.json", "COMMITTED"])
+@pytest.mark.parametrize("resume", ["auto", "step_00000002"])
+def test_no_recipe_is_settled_by_a_state_that_is_not_what_was_written(resume, of, run):
+    """One digit, with which the file is as good as before to any reader: of the rows, or of a hash."""
+    file = run / "checkpoints" / "step_00000002" / of
+    content = file.read_text()
+    old = '"samples": 16' if of == "state.json" else content[content.index("sha256") + 10 :][:1]
+    start = content.index(old, content.index("sha256") + 10 if "sha256" in content else 0)
+    new = '"samples": 17' if of == "state.json" else "0" if old != "0" else "1"
+    file.write_text(content[:start] + new + content[start + len(old) :])
+    plan = SimpleNamespace(resume=resume if resume == "auto" else str(run / "checkpoints" / resume))
+    context: Any = SimpleNamespace(plan=plan, run=SimpleNamespace(checkpoints=run / "checkpoints"))
+    assert settle._saved(context).get("step") == (1 if resume == "auto" else None)
 
 
 def test_a_damaged_checkpoint_is_not_exported(run, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from saved_state import saved_state
+from saved_state import saved_state, seal
 
 from samecurve.config import loader
 from samecurve.errors import ConfigurationError
@@ -52,9 +52,10 @@ def settled(run: Path, *keys: str, resume: str = "auto", on_main=lambda choose: 
 def checkpoint(run: Path, step: int, day: str | None) -> Path:
     folder = run / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
-    (folder / "COMMITTED").write_text("x")
+    (folder / "rank_00000.safetensors").write_bytes(b"")
     tokenizer = {"path": None} if day is None else {"template_date": day}
     (folder / "state.json").write_text(json.dumps(saved_state(recipe={"tokenizer": tokenizer})))
+    seal(folder)
     return folder
 
 
@@ -64,8 +65,9 @@ def test_the_first_day_stays(tmp_path):
     checkpoint(tmp_path, 10, "2024-07-25")
     for resume, day in (("auto", "2024-07-26"), ("none", TODAY), (str(newest), "2024-07-26")):
         assert settled(tmp_path, resume=resume).tokenizer.template_date == day
-    (newest / "state.json").write_text("")
-    assert settled(tmp_path).tokenizer.template_date == "2024-07-25"
+    for damaged in ("", (newest / "state.json").read_text().replace("07-26", "07-27")):  # which is a day, too
+        (newest / "state.json").write_text(damaged)
+        assert settled(tmp_path).tokenizer.template_date == "2024-07-25"
     assert settled(tmp_path, "tokenizer.template_date=2020-02-29").tokenizer.template_date == "2020-02-29"
 
 
