@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,6 +66,8 @@ _FACTS = {
     },
 }
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank, whose default is 16
+_END = r"\s\"'`,;|<>{}()\[\]="  # what ends a path within another text
+_PATH = re.compile(rf"(?<![^{_END}:])(?:file://)?[^{_END}:]*/[^{_END}]+")
 _LICENSE_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 
@@ -115,12 +118,12 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
     if problem:  # the model is whole, whatever happened to the record of its training
         entries = {"library_name": "transformers", **_license(info.license), "tags": ["samecurve"]}
         text = yaml.safe_dump(entries, sort_keys=False)
-        why = f"run.json cannot be used: {problem}".replace(f"{run}/", "")
-        return f"---\n{text}---\n\n# {run.resolve().name}\n\n## Not known\n\nHow this model was trained: {why}.\n"
+        why = _escaped(without_folders(f"run.json cannot be used: {problem}".replace(f"{run}/", "")))
+        title = _escaped(run.resolve().name)
+        return f"---\n{text}---\n\n# {title}\n\n## Not known\n\nHow this model was trained: {why}.\n"
     facts = without_folders(known[-1].facts)
     recipe = facts["recipe"]
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)  # that no text inside can close
     base = recipe["model"]["path"]
     missing = ["intended uses, limitations and biases of the model"]
     missing += ["the licence of these weights"] if info.license is None else []
@@ -135,7 +138,7 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
         *_curve(history),
         *_evaluation(facts, history),
         *_sessions(known),
-        f"\n## Recipe\n\nWith every default:\n\n{fence}yaml\n{text}{fence}\n",
+        f"\n## Recipe\n\nWith every default:\n\n{_fenced(text.rstrip(), 'yaml')}",
         "## Not known\n\nThis card cannot say:\n",
         *(f"- {text}" for text in missing),
     ]
@@ -143,9 +146,10 @@ def model_card(run: Path, info: ExportInfo, history: History | None = None) -> s
 
 
 def without_folders(value: Any) -> Any:
-    """Shorten absolute paths in the texts of `value`, at any depth, because a card is shared with strangers.
+    """Shorten paths in the texts of `value`, at any depth, because a card is shared with strangers.
 
-    A path below the working directory is written relative to it, any other one by its last part alone.
+    A path below the working directory is written relative to it, any other one by its last part alone. A text that is
+    a path as a whole may have spaces; within other texts (an error, an override) a path ends at the first one.
     """
     if isinstance(value, dict):
         return {key: without_folders(inner) for key, inner in value.items()}
@@ -154,10 +158,18 @@ def without_folders(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     key, sign, path = value.partition("=") if re.match(r"[\w.]+=[/~]", value) else ("", "", value)  # an override
-    if not path.startswith(("/", "~/")) or len(path.splitlines()) != 1:
-        return value
-    absolute, here = Path(path).expanduser(), Path.cwd()
-    return f"{key}{sign}{absolute.relative_to(here) if absolute.is_relative_to(here) else absolute.name}"
+    if path.startswith(("/", "~/")) and len(path.splitlines()) == 1:
+        return f"{key}{sign}{_shortened(path)}"
+    return _PATH.sub(lambda match: _shortened(match[0]), value)
+
+
+def _shortened(path: str) -> str:
+    """Shorten an absolute path, or one that leads upwards; not the rest of a URL, and no word like </think>."""
+    path = path.removeprefix("file://")
+    if not re.match(r"/[^/]+/|~/|(.*/)?\.\./", path):
+        return path
+    absolute, here = Path(os.path.abspath(os.path.expanduser(path))), Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else absolute.name
 
 
 def metadata(facts: dict, info: ExportInfo) -> dict:
@@ -188,21 +200,21 @@ def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
     loader = auto_class = TASKS[recipe["task"]].auto_class
     if facts.get("package") and not info.text_alone:
         loader = "AutoModelForImageTextToText"
-    lines = ["```python", f"from transformers import {loader}, AutoTokenizer", ""]
+    lines = [f"from transformers import {loader}, AutoTokenizer", ""]
     if recipe["adapter"]["name"] and not info.merged:
-        lines.insert(1, "from peft import PeftModel")
+        lines.insert(0, "from peft import PeftModel")
         base = repr(recipe["model"]["path"])
         if TASKS[recipe["task"]].predicts:  # the config in this folder defines the head
-            lines[2] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
+            lines[1] = f"from transformers import {loader}, AutoConfig, AutoTokenizer"
             base += f", config=AutoConfig.from_pretrained(folder, subfolder={ADAPTED_CONFIG!r})"
         lines += [f"model = {loader}.from_pretrained({base})  # what the adapter belongs to"]
         if auto_class == "AutoModelForCausalLM":  # the base model may end its answers with another token
-            lines[2] = f"from transformers import {loader}, AutoTokenizer, GenerationConfig"
+            lines[1] = f"from transformers import {loader}, AutoTokenizer, GenerationConfig"
             lines += ["model.generation_config = GenerationConfig.from_pretrained(folder)"]
         lines += ["model = PeftModel.from_pretrained(model, folder)  # this folder"]
     else:
         lines += [f"model = {loader}.from_pretrained(folder)  # this folder"]
-    yield "\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)", "```\n"])
+    yield _fenced("\n".join([*lines, "tokenizer = AutoTokenizer.from_pretrained(folder)"]), "python")
     if auto_class != "AutoModelForCausalLM":
         return
     adapter = recipe["adapter"]
@@ -217,20 +229,20 @@ def _use(facts: dict, info: ExportInfo) -> Iterator[str]:
             larger = f" --max-lora-rank {next((known for known in _VLLM_RANKS if known >= rank), rank)}"
         command = f"vllm serve {shlex.quote(recipe['model']['path'])} --enable-lora{larger} --lora-modules adapter=."
         command += "  # model name: adapter; .: this folder"
-    yield f"To serve it, if vLLM has the model's class:\n\n```\n{command}\n```\n"
+    yield f"To serve it, if vLLM has the model's class:\n\n{_fenced(command)}"
 
 
 def _use_gguf(facts: dict, info: ExportInfo) -> Iterator[str]:
     name = re.sub(r"[^a-z0-9._-]+", "-", Path(facts["output_dir"]).name.lower()).strip("-._") or "model"
     file = shlex.quote(info.gguf)
-    yield f"```\nollama create {name} -f Modelfile && ollama run {name}\nllama-cli -m {file}\n```\n"
+    yield _fenced(f"ollama create {name} -f Modelfile && ollama run {name}\nllama-cli -m {file}")
     yield "`Modelfile` has the stop tokens and the chat template. With transformers and the `gguf` package:\n"
     lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
     lines += [
         f"{name} = {loader}.from_pretrained(folder, gguf_file={info.gguf!r})  # this folder"
         for name, loader in (("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer"))
     ]
-    yield "\n".join(["```python", *lines, "```\n"])
+    yield _fenced("\n".join(lines), "python")
 
 
 def _training(facts: dict, history: History, info: ExportInfo) -> Iterator[tuple[str, object]]:
@@ -331,10 +343,16 @@ def _sessions(known: Sequence[SessionRecord]) -> Iterator[str]:
     rows: list[tuple[object, ...]] = [("began", "from step", "strategy", "processes", "device", "ended")]
     for index, session in enumerate(known):
         facts = session.facts
-        ended = session.ended if index < len(known) - 1 else "this model"
+        ended = without_folders(session.ended) if index < len(known) - 1 else "this model"
         what = [facts.get(key, UNKNOWN) for key in ("strategy", "world_size", "device")]
         rows.append((facts.get("started", UNKNOWN), session.start_step + 1, *what, ended))
     yield _table(rows)
+
+
+def _fenced(text: str, language: str = "") -> str:
+    """Return a block of code that no text inside can close."""
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)
+    return f"{fence}{language}\n{text}\n{fence}\n"
 
 
 def _escaped(text: object) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from samecurve.errors import ConfigurationError
-from samecurve.launch.target import CLONE, CLUSTERS, SCRIPT, Target, Variable, command
+from samecurve.launch.target import CLONE, CLUSTERS, SCRIPT, Target, Variable, check_words, command
 from samecurve.specs.environment import IN_CLONE
 
 # Variables that the deepspeed launcher hands to other nodes only if .deepspeed_env lists them.
@@ -37,10 +37,11 @@ def files(launcher: str, target: Target, environ: Mapping[str, str] = os.environ
 
 
 def needed(target: Target, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the files that the deepspeed launcher reads."""
+    """Return the files that the deepspeed launcher reads. Raises as `check_words` for a variable of `environ`."""
     listed = target.listed or target.hosts
     hostfile = "".join(f"{host.name} slots={host.slots}\n" for host in listed)
     passed = {name: environ[name] for name in PASSED_ON if name in environ}
+    check_words(*(f"{name}={value}" for name, value in passed.items()))
     variables = "".join(f"{name}={value}\n" for name, value in {"TOKENIZERS_PARALLELISM": "false", **passed}.items())
     return ({} if target.hostfile else {"hostfile": hostfile}) | {".deepspeed_env": variables}
 

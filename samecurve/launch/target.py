@@ -62,15 +62,8 @@ class Target:
     min_nodes: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError for what no script can hold.
-
-        That is a control character, which would end a comment or a line, and a byte that is not UTF-8.
-        """
-        texts = (self.recipe, self.strategy, *self.overrides, self.folder, self.file, self.hostfile, *self.selection)
-        for text in texts:
-            if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in text):
-                what = "a control character, or a byte that is not UTF-8,"
-                raise ConfigurationError(f"{text!r}: has {what} which no script can hold; rename it")
+        """Raise as `check_words`."""
+        check_words(self.recipe, self.strategy, *self.overrides, self.folder, self.file, self.hostfile, *self.selection)
 
     @property
     def nodes(self) -> int:
@@ -102,6 +95,18 @@ class Target:
     @property
     def script(self) -> list[str]:
         return [SCRIPT, self.recipe]
+
+
+def check_words(*words: str) -> None:
+    """Raise ConfigurationError for what no script can hold.
+
+    A control character would end a comment or a line of it; of a name that is not UTF-8 (Cs) another one would be left.
+    """
+    for word in words:
+        kinds = {unicodedata.category(character) for character in word}
+        if kinds & {"Cc", "Zl", "Zp", "Cs"}:
+            what = "is not UTF-8" if "Cs" in kinds else "has a control character"
+            raise ConfigurationError(f"{word!r}: {what}, which no script can hold; rename it")
 
 
 def unnamed(nodes: int, devices_per_node: int) -> tuple[HostSlots, ...]:

@@ -299,13 +299,22 @@ def test_a_host_is_the_name_of_a_host(name, file, tmp_path, capsys):
     assert not captured.out and "machines.yaml:" in captured.err and "letters, digits" in captured.err
 
 
-@pytest.mark.parametrize("name", ["a\ntouch PWNED #.yaml", "a\udcff.yaml"])
+@pytest.mark.parametrize(
+    "name, what", [("a\ntouch PWNED #.yaml", "has a control character"), ("a\udcff.yaml", "is not UTF-8")]
+)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_recipes_name_is_no_command(launcher, name, tmp_path, capsys, hosts):
+def test_a_recipes_name_is_no_command(launcher, name, what, tmp_path, capsys, hosts):
     machines = ["--hosts", hosts] if launcher == "deepspeed" else ["--nodes", "2", "--gpus_per_node", "4"]
     asked = own_recipe(tmp_path, name)
     assert main([*asked, "--launcher", launcher, *machines]) == 2
-    assert "has a control character" in capsys.readouterr().err
+    assert what in capsys.readouterr().err
+
+
+def test_a_variable_is_no_command(tmp_path, capsys, monkeypatch, hosts):
+    monkeypatch.setenv("HF_HOME", "a\nEND\ntouch PWNED #")
+    assert main(["launch", *RECIPE, *FSDP, "--launcher", "deepspeed", "--hosts", hosts]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and "HF_HOME=" in captured.err
 
 
 def test_words_with_a_dollar_stay_words(tmp_path, capsys, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import json
 import os
 import re
@@ -257,6 +258,38 @@ def test_no_html_of_a_run_is_in_the_card(run):
     code = re.compile(rf"^{fence}yaml\n.*?^{fence}$|^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
     assert len(code.findall(body)) == 2
     assert "<" not in code.sub("", body) and "&lt;img" in body
+
+
+def test_no_block_of_code_is_closed_by_a_name(run):
+    name = "a\n```\n<img src=x onerror=alert(1)>\n"
+    written(run, facts(recipe={"model": {"path": name, "config": None}, "adapter": {"name": "lora"}, "task": "sft"}))
+    body = model_card(run, ExportInfo()).split("---\n", 2)[2]
+    blocks = re.compile(r"^(`{3,})\w*\n.*?^\1$", re.MULTILINE | re.DOTALL)
+    assert len(blocks.findall(body)) == 3 and "<img" not in blocks.sub("", body)
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        (
+            "data.mixture=[{path: /home/me/a, weight: 1},{path:/home/me/b}]",
+            "data.mixture=[{path: a, weight: 1},{path:b}]",
+        ),
+        ("'/home/me/x.jsonl:3': bad", "'x.jsonl:3': bad"),
+        ("no ~/x/y there", "no y there"),
+        ("../../home/me/x", "x"),
+        ("runs/../../../home/me/x", "x"),
+        ("file:///home/me/x.jsonl", "x.jsonl"),
+        *((text, text) for text in ("https://host/a/b", "s3://bucket/a/b", "OWNER/NAME", "[/INST] </think>", "a/b/c")),
+    ],
+)
+def test_paths_within_texts_are_shortened(run, text, shown):
+    written(run / "previous" / "1", facts(), {"state": "failed", "exit_code": 3, "reason": text})
+    own = "runs/x/checkpoints/step_00000002"
+    written(run, facts(overrides=[text], start_step=2, resumed_from=own))
+    card = model_card(run, ExportInfo())
+    assert f"recipes/x.yaml {shown}" in html.unescape(card) and "/me/" not in card and "~" not in card
+    assert html.unescape(card).count(shown) >= 2
 
 
 def test_a_base_model_on_the_disk_has_no_name_on_the_hub(run, tmp_path):
