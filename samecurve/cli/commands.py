@@ -28,6 +28,7 @@ from samecurve.specs.precision import DTYPES
 from samecurve.storage import terminal, trusted_code
 from samecurve.storage.atomic import known_cause
 from samecurve.storage.filesystem import name_problem
+from samecurve.storage.object_store import without_secrets
 from samecurve.strategy import preflight
 
 INTERRUPTED = 130  # the shell's exit code for SIGINT
@@ -120,10 +121,10 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
         return _dispatch(program, f"{package}.bench", BENCH_COMMANDS, argv[1:])
     module = importlib.import_module(f".{command}", package)
     for argument in argv[1:]:
-        if re.match(r"[a-z0-9]+://", argument):  # Path would make "s3:/" of it; key=URL is for the recipe
-            raise ConfigurationError(
-                f"{argument}: commands read local run directories; give the run's, or copy the store's folder"
-            )
+        if re.match(r"[a-z0-9+:]+://", argument):  # Path would make "s3:/" of it; key=URL is for the recipe
+            place = without_secrets(argument)
+            text = "commands read local run directories; give the run's, or copy the store's folder"
+            raise ConfigurationError(f"{place}: {text}")
     arguments = _Parser(program, description=module.__doc__, formatter_class=_ParagraphFormatter, allow_abbrev=False)
     module.add_arguments(arguments)
     given = arguments.parse_intermixed_args(argv[1:])

@@ -9,7 +9,6 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from samecurve.config.documents import Document, Finding, describe, read_document
 from samecurve.storage.filesystem import name_problem
@@ -124,11 +123,11 @@ def split_output_url(document: Document) -> None:
 
 def staging_folder(url: str) -> Path:
     """Return the local run directory of a URL. Every host has to see the same folder, as with any output_dir."""
-    parts = urlsplit(url)
-    place = parts.netloc.rpartition("@")[2]  # without credentials, which url_problem refuses
+    protocol, _, rest = re.split("[?#]", url)[0].partition("://")  # url_problem refuses what else a URL may have
+    place, *keys = rest.split("/")
     root = Path(os.environ.get("SAMECURVE_STAGING") or "runs").expanduser()
     # a key of a store may have "..", which as a path would leave the root
-    return root.joinpath(parts.scheme, place, *(part for part in parts.path.split("/") if part not in ("", "..")))
+    return root.joinpath(protocol, place.rpartition("@")[2], *(key for key in keys if key not in ("", "..")))
 
 
 def _reachable(value: Callable[[str], Any]) -> Iterator[Finding]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from samecurve.config.documents import Finding, describe
@@ -18,8 +20,9 @@ from samecurve.specs.model_families import text_fields
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.records import read_record
 
+CONFIG = {"model_type?": (str, None), "text_config?": ({"model_type?": (str, None)}, None)}  # what rules ask of it
 # Far above any model. Products of two sizes still fit 64 bits.
-LARGEST_SIZE, MOST_LAYERS = 1 << 26, 10_000
+LARGEST_SIZE, MOST_LAYERS, MOST_PARTS = 1 << 26, 10_000, 1_000_000
 # Sizes of tensors and numbers of layers, by the names of families that have their own. Not head_dim: some have 0.
 _SIZES = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -28,6 +31,8 @@ _SIZES = {
     *("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"),
     *("encoder_ffn_dim", "decoder_ffn_dim"),
 }
+# Other numbers of what is built one by one. Families may have none of them.
+_PARTS = re.compile("(?!.*(size|dim)).*(layers|blocks|stages|experts|num_labels)")
 
 
 def _numbers(value: Callable[[str], Any]) -> Iterator[Finding]:
@@ -40,16 +45,20 @@ def _numbers(value: Callable[[str], Any]) -> Iterator[Finding]:
 
 
 def size_problems(fields: dict[str, Any], prefix: str = "") -> Iterator[Finding]:
-    """Yield (key, problem) for sizes in a Hugging Face config with which transformers would fail or build for hours.
+    """Yield (key, problem) for what in a Hugging Face config makes transformers fail, or build for hours.
 
     prefix: of the keys in messages.
     """
     for key, size in fields.items():
-        most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
+        most = MOST_LAYERS if "layer" in key else MOST_PARTS if _PARTS.match(key) else LARGEST_SIZE
         if isinstance(size, dict):
             yield from size_problems(size, f"{prefix}{key}.")
-        elif key in _SIZES and (isinstance(size, str) or (isinstance(size, int) and not 1 <= size <= most)):
+        elif key == "model_type" and not isinstance(size, (str, NoneType)):
+            yield f"{prefix}{key}", f"found {describe(size)}, expected text, for example llama"
+        elif key in _SIZES and (isinstance(size, str) or (isinstance(size, (int, float)) and not 1 <= size <= most)):
             yield f"{prefix}{key}", f"found {describe(size)}, expected a number of at least 1 and at most {most:,}"
+        elif _PARTS.match(key) and isinstance(size, (int, float)) and size > most:
+            yield f"{prefix}{key}", f"found {describe(size)}, expected a number of at most {most:,}"
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -72,8 +81,6 @@ def _config(value: Callable[[str], Any]) -> Iterator[Finding]:
     config = value("model.config")
     if config is not None and "model_type" not in config:
         yield "model.config", "model_type is missing; add it, for example model_type: llama"
-    elif config is not None and not isinstance(config["model_type"], str):
-        yield "model.config.model_type", f"found {describe(config['model_type'])}, expected text, for example llama"
     yield from size_problems(config or {}, "model.config.")
 
 
@@ -187,7 +194,9 @@ def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
     """The config of the model, or of a packaged model's text part, as far as the recipe or a local folder gives it."""
     config = value("model.config")
     if config is None and value("model.path") is not None:
-        config = read_record(Path(value("model.path")) / "config.json").value  # of a name on the hub there is none
+        config = read_record(
+            Path(value("model.path")) / "config.json", CONFIG
+        ).value  # of a name on the hub there is none
         if isinstance(config, dict):
             config = text_fields(config) | value("model.overrides")
     return config if isinstance(config, dict) else {}

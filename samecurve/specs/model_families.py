@@ -338,7 +338,7 @@ def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
     Older files of some families (qwen2_vl) have them beside vision_config instead of in text_config.
     """
     family = fields.get("model_type")
-    if family not in PACKAGED:
+    if str(family) not in PACKAGED:  # a damaged file may have anything there
         return fields
     inner = fields.get("text_config")
     inner = inner if isinstance(inner, dict) else fields

@@ -31,7 +31,12 @@ NUM_READERS = 8
 # fsspec's name of a protocol -> what pip installs; others are named by fsspec itself
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 # of signed URLs (S3, Google, Azure's sig, CloudFront) and of services that take a key
-_SECRET_PARAMETER = re.compile("signature|^sig$|token|secret|passw|pwd|credential|auth|session|key$", re.IGNORECASE)
+_SECRET_PARAMETER = re.compile(
+    "signature|^sig$|^policy$|token|secret|passw|pwd|credential|auth|session|access_?(key|id)|key$|key-pair",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # and password
+_PARAMETER = re.compile(r"(?<=[?&#])([\w.~%-]+)=[^&#\s\"'<>]+")
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 T = TypeVar("T")
@@ -58,11 +63,7 @@ def is_url(path: str) -> bool:
 
 def credentials_problem(url: str) -> str:
     """Say that a URL may hold a secret, and how to give it, "" otherwise. The value is not shown."""
-    parts = urlsplit(url)
-    pairs = parse_qsl(f"{parts.query}&{parts.fragment}", keep_blank_values=True)
-    # a bare word without a value may be a token
-    secrets = [name for name, value in pairs if _SECRET_PARAMETER.search(name) or (not value and len(name) >= 16)]
-    if not (parts.username or parts.password or secrets):
+    if not any(map(_has_secret, url.split("::"))):  # fsspec's chains, such as simplecache::https://...
         return ""
     return (
         "the URL has a user, a password, a signature or a token, which records, checkpoints and the model card would "
@@ -70,11 +71,23 @@ def credentials_problem(url: str) -> str:
     )
 
 
+def _has_secret(url: str) -> bool:
+    place, *query = re.split("[?#]", url)
+    if _USER.search(place) and not place.startswith(("abfs://", "abfss://")):  # Azure's CONTAINER@ACCOUNT
+        return True
+    pairs = parse_qsl("&".join(query), keep_blank_values=True)
+    # a bare word without a value may be a token
+    return any(_SECRET_PARAMETER.search(name) or (not value and len(name) >= 16) for name, value in pairs)
+
+
 def url_problem(url: str) -> str:
     """Say what is wrong with the URL of a store and how to mend it, "" if nothing is. Sends no request."""
     if problem := credentials_problem(url):
         return f"{problem}, and here PROTOCOL://BUCKET/FOLDER"
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        return f"found {url}, which is no URL ({error}); expected PROTOCOL://BUCKET/FOLDER"
     if parts.query or parts.fragment:
         return f"found {url}, but the URL of a store has no query; expected PROTOCOL://BUCKET/FOLDER"
     if not is_url(url) or not parts.scheme or not (parts.netloc + parts.path).strip("/"):
@@ -92,11 +105,12 @@ def url_problem(url: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Replace the values of environment variables that look like credentials, and users and passwords in URLs."""
+    """Replace values of environment variables that look like credentials, and what is secret of the URLs in a text."""
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8}
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
-    return re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", text)
+    text = _PARAMETER.sub(lambda pair: f"{pair[1]}=***" if _SECRET_PARAMETER.search(pair[1]) else pair[0], text)
+    return _USER.sub("***", text)
 
 
 class DamagedObjectError(StorageError):

@@ -8,6 +8,7 @@ from report_cases import missing
 from samecurve.cli import commands
 from samecurve.config.documents import Document
 from samecurve.config.paths import RULES, split_output_url
+from samecurve.data.opening import unreadable
 from samecurve.storage.object_store import credentials_problem, url_problem
 
 
@@ -62,22 +63,52 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_commands_say_that_they_read_local_folders(capsys):
     assert commands.main(["summary", "s3://bucket/run"]) == 2
     assert "s3://bucket/run: commands read local run directories" in capsys.readouterr().err
+    for url in ("simplecache::s3://user:SECRET@bucket/run", "https://bucket/run?X-Amz-Signature=SECRET&a=b"):
+        assert commands.main(["summary", url]) == 2
+        said = capsys.readouterr().err
+        assert "***" in said and "SECRET" not in said
 
 
-@pytest.mark.parametrize("url", ["https://user:SECRET@host/x.jsonl", "https://host/x.jsonl?X-Amz-Signature=SECRET"])
-@pytest.mark.parametrize("key", ["data.path", "evaluate.path", "data.mixture"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:SECRET@host/x.jsonl",
+        "https://user:SECRET@[host/x.jsonl",
+        "https://host/x.jsonl?X-Amz-Signature=SECRET",
+        "simplecache::https://user:SECRET@host/x.jsonl",
+        "zip://x.jsonl::https://host/x.zip?sig=SECRET",
+    ],
+)
+@pytest.mark.parametrize("key", ["data.path", "evaluate.path", "data.mixture", "checkpoint.mirror", "output_dir"])
 def test_credentials_in_data_urls_are_refused(key, url, capsys):
     value = f"[{{path: '{url}', weight: 1}}]" if key == "data.mixture" else url
-    given = ["data.path=builtin:python"] if key == "evaluate.path" else []
+    given = [] if key.startswith("data") else ["data.path=builtin:python"]
     assert commands.main(["inspect", "recipes/pretrain.yaml", *given, f"{key}={value}", "steps=700"]) == 2
     said = "".join(capsys.readouterr())
     assert "give credentials in the environment only" in said and "SECRET" not in said
 
 
 @pytest.mark.parametrize(
-    "query", ["X-Amz-Signature=secret", "sig=secret", "access_token=secret", "api_key=secret", "hf_secretsecretsecret"]
+    "query",
+    [
+        "X-Amz-Signature=secret",
+        "sig=secret",
+        "access_token=secret",
+        "api_key=secret",
+        "hf_secretsecretsecret",
+        "Key-Pair-Id=secret",
+        "Policy=secret",
+        "GoogleAccessId=secret",
+    ],
 )
 def test_only_queries_with_credentials_are_secret(query):
     for url in (f"https://host/x.jsonl?{query}", f"https://host/x.jsonl#{query}"):
         assert "secret" not in credentials_problem(url) != ""
-    assert credentials_problem("https://host/x.jsonl?download=true&rev=main&v") == ""
+    for url in ("https://host/x.jsonl?download=true&rev=main&v", "abfs://container@account.dfs.core.windows.net/x"):
+        assert credentials_problem(url) == ""
+
+
+def test_errors_of_signed_urls_are_cleaned():
+    error = OSError("403, url='https://host/x.jsonl?X-Amz-Signature=SECRET&part=1'")
+    text = str(unreadable("https://host/x.jsonl", error))
+    assert "SECRET" not in text and "Signature=***&part=1'" in text
