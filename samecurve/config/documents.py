@@ -18,6 +18,7 @@ import yaml
 from yaml.reader import ReaderError
 
 from samecurve.config.key_hints import near_file
+from samecurve.storage.object_store import without_secrets
 
 KeyPath = tuple[str, ...]
 Finding = tuple[str, str]
@@ -66,7 +67,7 @@ def format_problems(problems: Iterable[ConfigProblem]) -> str:
 
     lines = [f"  {problem}" for problem in sorted(set(problems), key=position)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-    return "\n".join([f"{count} in the configuration", *lines])
+    return without_secrets("\n".join([f"{count} in the configuration", *lines]))
 
 
 @dataclass

@@ -15,7 +15,6 @@ from samecurve.config.schema_training import Batch, Loss, Memory, Optimizer, Sch
 from samecurve.config.section import (
     LARGEST_INTEGER,
     Count,
-    DataPath,
     Name,
     Natural,
     PathName,
@@ -164,7 +163,7 @@ class Evaluate(Section):
     samples: Natural = 0
     """At each evaluation, the model continues the prompts of this many held-out rows, by its likeliest tokens, at most
     64. The texts are printed, appended to `samples.jsonl` and shown by `report`."""
-    path: DataPath | None = None
+    path: PathName | None = None
     """The evaluation data, read like `data.path`. null: a split of `data.path`, or the held-out documents."""
     split: Name | None = None
     """Hub: the split that is evaluated on, of `data.path` where `path` is null."""

@@ -12,7 +12,6 @@ from pydantic import Field
 from samecurve.config.section import (
     LARGEST_INTEGER,
     Count,
-    DataPath,
     ImportPath,
     Name,
     Natural,
@@ -54,7 +53,7 @@ class Tokenizer(Section):
 class MixtureSource(Section):
     """One data set of `data.mixture`. A column that is null takes the value of `data`."""
 
-    path: DataPath
+    path: PathName
     """Where the data are; like `data.path`."""
     weight: float = Field(gt=0)
     """The share of its rows, relative to the weights of the other sources."""
@@ -83,7 +82,7 @@ class MixtureSource(Section):
 class Data(Section):
     """The training data and how rows are made of them. A key that the task does not read is an error."""
 
-    path: DataPath | None = None
+    path: PathName | None = None
     """A file, a folder, a data set of the hub (`OWNER/NAME`), or a `builtin:` name. With `streaming` also a URL."""
     source: ImportPath | None = None
     """In place of `path`: the import path `module:function` of a function that returns the rows, see

@@ -49,8 +49,7 @@ def _import_path(path: str) -> str:
 
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 OnDisk = AfterValidator(_possible)
-PathName = Annotated[Name, OnDisk]
-DataPath = Annotated[Name, AfterValidator(_without_credentials), OnDisk]
+PathName = Annotated[Name, AfterValidator(_without_credentials), OnDisk]
 TemplatePath = Annotated[Name, AfterValidator(_no_template), OnDisk]
 
 # PyTorch, numpy and readers of JSON hold integers in 64 bits.
