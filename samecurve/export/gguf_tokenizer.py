@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from samecurve.data.chat_encoder import end_tokens
+from samecurve.data.time_limit import render_limit
 from samecurve.errors import ConfigurationError, NumericError
 from samecurve.storage.records import read_record
 
@@ -229,7 +230,8 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     def render(roles: str, prompt: bool = True) -> str:
         named = {"s": "system", "u": "user", "a": "assistant"}
         messages = [{"role": named[role], "content": f"<<{index}>>"} for index, role in enumerate(roles)]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        with render_limit():
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
         assert isinstance(text, str)  # of tokenize=False
         bos = tokenizer.bos_token if _adds(tokenizer)[0] else None  # llama.cpp adds it, too
         return text.removeprefix(bos) if isinstance(bos, str) else text

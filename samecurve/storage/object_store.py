@@ -35,7 +35,6 @@ _SECRET_PARAMETER = re.compile(
     "signature|^sig$|^policy$|token|secret|passw|pwd|credential|auth|session|access_?(key|id)|key$|key-pair",
     re.IGNORECASE,
 )
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # and password
 _PARAMETER = re.compile(r"(?<=[?&#])([\w.~%-]+)=[^&#\s\"'<>]+")
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
@@ -73,7 +72,7 @@ def credentials_problem(url: str) -> str:
 
 def _has_secret(url: str) -> bool:
     place, *query = re.split("[?#]", url)
-    if _USER.search(place) and not place.startswith(("abfs://", "abfss://")):  # Azure's CONTAINER@ACCOUNT
+    if re.search(r"://[^/@\s]+@", place) and not place.startswith(("abfs://", "abfss://")):  # Azure's CONTAINER@ACCOUNT
         return True
     pairs = parse_qsl("&".join(query), keep_blank_values=True)
     # a bare word without a value may be a token
@@ -110,7 +109,7 @@ def without_secrets(text: str) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     text = _PARAMETER.sub(lambda pair: f"{pair[1]}=***" if _SECRET_PARAMETER.search(pair[1]) else pair[0], text)
-    return _USER.sub("***", text)
+    return re.sub(r"(:/{1,2})[^/@\s]+@", r"\1***@", text)  # Path leaves one of the slashes
 
 
 class DamagedObjectError(StorageError):
