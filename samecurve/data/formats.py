@@ -19,7 +19,7 @@ from samecurve.specs.row_formats import CHAT, MATCHES, PAIRS, fitting
 from samecurve.storage.checksums import POINTER_BYTES, pointer_problem
 
 if TYPE_CHECKING:
-    from pyarrow import Schema
+    from pyarrow import RecordBatch, Schema
     from pyarrow.parquet import ParquetFile
 
 _BOM = codecs.BOM_UTF8
@@ -60,15 +60,17 @@ def read_last_row(file: Path) -> Iterator[tuple[str, dict]]:
         with open(file, "rb") as stream:
             if marked_encoding(str(file), stream.read(POINTER_BYTES)):
                 return
-            while start and b"\n" not in tail.strip():
+            while start and b"\n" not in tail.strip() and len(tail) <= LONGEST_ROW:
                 start, size = max(0, start - size), 2 * size
                 stream.seek(start)
                 tail = stream.read(end - start)
     except OSError as error:
         raise unreadable(file, error) from error
     before, _, line = tail.rstrip().rpartition(b"\n")
+    place = f"{file}: the last line"
+    if len(line) > LONGEST_ROW:
+        raise too_long(place)
     if line:
-        place = f"{file}: the last line"
         # parse_row concludes from the line break that the line is complete
         ended = tail[len(tail.rstrip()) :]
         yield place, parse_row(lambda _: place, line + ended, start + len(before) + bool(before))
@@ -183,14 +185,13 @@ def _csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[str, dict | Da
     """Yield the rows of a csv or tsv file, with all values as text."""
     # Not read by datasets: its reader, pandas, converts values to numbers, booleans and None ("NA", "None"), depending
     # on the column's other rows.
-    csv.field_size_limit(LONGEST_ROW)  # some documents exceed the default, 128 KiB; a missing quote any limit
-    reader = csv.reader(
-        _decoded(file), strict=True, delimiter=delimiter
-    )  # otherwise csv accepts misplaced quotes silently
+    csv.field_size_limit(LONGEST_ROW)  # some documents exceed the default, 128 KiB
     columns: list[str] | None = None
     last = 0
+    lines = _RowLines(_decoded(file))
+    reader = csv.reader(lines, strict=True, delimiter=delimiter)  # otherwise csv accepts misplaced quotes silently
     while True:
-        place = f"{file}:{last + 1}"
+        place = lines.begin(f"{file}:{last + 1}")
         try:
             fields = next(reader, None)
         except csv.Error as error:
@@ -217,6 +218,24 @@ def _csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[str, dict | Da
                     "or quote the field that contains a separator or a line break"
                 ),
             )
+
+
+class _RowLines:
+    """Lines of a file, of which a row of LONGEST_ROW at most has any number: a missing quote exceeds any limit."""
+
+    def __init__(self, lines: Iterable[str]):
+        self._lines, self._place, self._length = lines, "", 0
+
+    def begin(self, place: str) -> str:
+        self._place, self._length = place, 0
+        return place
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self._lines:
+            self._length += len(line)
+            if self._length > LONGEST_ROW:
+                raise too_long(self._place)
+            yield line
 
 
 def _decoded(file: Path) -> Iterator[str]:
@@ -308,10 +327,13 @@ def _arrow_rows(file: Path) -> Iterator[tuple[str, dict]]:
                 batches: Iterable = (reader.get_batch(index) for index in range(reader.num_record_batches))
             else:
                 batches = reader = pyarrow.ipc.open_stream(source)
-            decode = _hub_decoder(reader.schema)
+            decode, number = _hub_decoder(reader.schema), 0
             for batch in batches:
                 for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                    yield from map(decode, batch.slice(start, ROWS_AT_ONCE).to_pylist())
+                    some = batch.slice(start, ROWS_AT_ONCE)
+                    _check_lengths(str(file), number + start, some)
+                    yield from map(decode, some.to_pylist())
+                number += batch.num_rows
 
     return _numbered(file, rows())
 
@@ -334,15 +356,21 @@ def table_rows(name: str, table: ParquetFile, groups: Iterable[int], columns: Se
         if largest > LONGEST_ROW * max(facts.num_rows, 1):  # refused before it is unpacked
             raise too_long(f"{name}: row {number + 1}")
         for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False):
-            if batch.nbytes > LONGEST_ROW:
-                for nth in range(batch.num_rows):
-                    cells = (column.slice(nth, 1) for column in batch.columns)
-                    # of a dictionary-coded column (pandas' categories) only the row's value counts
-                    cells = (cell.dictionary_decode() if hasattr(cell, "dictionary_decode") else cell for cell in cells)
-                    if sum(cell.nbytes for cell in cells) > LONGEST_ROW:
-                        raise too_long(f"{name}: row {number + nth + 1}")
+            _check_lengths(name, number, batch)
             number += batch.num_rows
             yield from map(decode, batch.to_pylist())
+
+
+def _check_lengths(name: str, number: int, batch: RecordBatch) -> None:
+    """Raise DataError for a row of more than LONGEST_ROW. number: of the rows before the batch."""
+    if batch.nbytes <= LONGEST_ROW:
+        return
+    for nth in range(batch.num_rows):
+        cells = (column.slice(nth, 1) for column in batch.columns)
+        # of a dictionary-coded column (pandas' categories) only the row's value counts
+        cells = (cell.dictionary_decode() if hasattr(cell, "dictionary_decode") else cell for cell in cells)
+        if sum(cell.nbytes for cell in cells) > LONGEST_ROW:
+            raise too_long(f"{name}: row {number + nth + 1}")
 
 
 def _hub_decoder(schema: Schema) -> Callable[[dict], dict]:

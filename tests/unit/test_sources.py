@@ -196,6 +196,16 @@ def test_a_line_without_an_end_is_refused(tmp_path, suffix, monkeypatch):
     tracemalloc.stop()
 
 
+def test_a_last_line_without_an_end_is_not_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "LONGEST_ROW", 1 << 20)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n{"text": "' + b"a" * (1 << 25))
+    tracemalloc.start()
+    with pytest.raises(DataError, match="a.jsonl: the last line: the row is longer than"):
+        list(formats.read_last_row(tmp_path / "a.jsonl"))
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+
+
 def test_a_category_counts_only_its_own_text(tmp_path, monkeypatch):
     """pandas' categories: Arrow counts the whole dictionary in the size of each row."""
     monkeypatch.setattr(formats, "LONGEST_ROW", 1 << 16)
