@@ -14,6 +14,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from samecurve.data.chat_encoder import end_tokens
 from samecurve.specs.data_names import is_hub_name
+from samecurve.storage.filesystem import is_own_file
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -78,7 +79,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     name, files = tokenizer.name_or_path, ("tokenizer.json", "tokenizer.model")
     cached = is_hub_name(name)
     paths = [Path(try_to_load_from_cache(name, file) or "") if cached else Path(name, file) for file in files]
-    if not name or not all(map(Path.is_file, paths)):
+    if not name or not all(map(is_own_file, paths)):
         return
     if Tokenizer.from_file(str(paths[0])).get_vocab() == tokenizer.get_vocab():
         shutil.copyfile(paths[1], directory / paths[1].name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +32,7 @@ from samecurve.models.weight_files import header, indexed_files, read, weight_fi
 from samecurve.models.weights import constant_tensors, frozen_tensors, kept_tensors
 from samecurve.specs.precision import PRECISIONS
 from samecurve.storage.atomic import json_values, storage_errors, write_json
-from samecurve.storage.filesystem import leads_out
+from samecurve.storage.filesystem import check_links
 from samecurve.storage.records import read_record
 from samecurve.tasks import registry
 from samecurve.tasks.task_skeleton import skeleton_of
@@ -68,7 +67,8 @@ def finish(source: Path, output: Path, precision: str, push: Push | None) -> Non
 
 
 def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -> None:
-    """Convert an export to another dtype, with a new card. Raises NumericError for a value out of its range."""
+    """Convert an export to another dtype, with a new card. Raises as `check_links` and `copy_as`."""
+    check_links(source, directory)
     partial_output = output.with_name(f"{output.name}.partial")
     try:
         with storage_errors(output):
@@ -102,14 +102,6 @@ def copy_as(source: Path, target: Path, dtype: torch.dtype) -> Rounding:
     for path in source.iterdir():
         _copy(path, target / path.name, dtype, rounding)
     return rounding
-
-
-def check_links(folder: Path) -> None:
-    """Raise CheckpointError for a link out of a folder: a copy to share would hold the file that it leads to."""
-    for path in folder.rglob("*"):
-        if leads_out(path, folder):
-            target = os.path.realpath(path)
-            raise CheckpointError(f"{path}: a link to {target}, which is outside of {folder}; remove it")
 
 
 def _copy(source: Path, target: Path, dtype: torch.dtype, rounding: Rounding) -> None:

@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from samecurve.errors import ConfigurationError, NumericError
 from samecurve.export import gguf_tokenizer
-from samecurve.export.convert import check_links, finish, from_checkpoint
+from samecurve.export.convert import finish, from_checkpoint
 from samecurve.export.hf_export import out_of_range, put_in_place
 from samecurve.export.model_card import ExportInfo, write_card
 from samecurve.export.push import Push
@@ -30,6 +30,7 @@ from samecurve.export.weight_shards import Rounding
 from samecurve.models.weight_files import read, weight_files
 from samecurve.specs.precision import GGUF_TYPES, PRECISIONS
 from samecurve.storage.atomic import storage_errors, write_text
+from samecurve.storage.filesystem import check_links
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -86,7 +87,7 @@ def run(
             if recipe is not None:
                 from_checkpoint(directory, source, recipe, whole, ExportInfo())
                 model = whole
-            check_links(model)
+            check_links(model, directory if model is source else whole)
             partial_output.mkdir(parents=True)
             rounding, checked = write_gguf(model, partial_output / made.gguf, precision, directory.resolve().name)
             write_text(partial_output / "Modelfile", gguf_tokenizer.modelfile(made.gguf, model))

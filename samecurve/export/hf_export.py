@@ -33,6 +33,7 @@ from samecurve.specs.heads import CAUSAL
 from samecurve.storage.atomic import storage_errors, write_json
 from samecurve.storage.checksums import write_checksums
 from samecurve.storage.fault_points import fault_point
+from samecurve.storage.filesystem import is_own_file
 from samecurve.storage.records import read_record
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def _write_package(
     if skeleton.generation_config is not None:
         write_generation_config(skeleton.generation_config, target.tokenizer, directory)
     for file in (folder / name for folder in folders for name in PROCESSOR_FILES):
-        if file.is_file():
+        if is_own_file(file):
             shutil.copyfile(file, directory / file.name)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from samecurve.errors import ConfigurationError, SamecurveError, StorageError
 from samecurve.storage.checksums import check_checksums
+from samecurve.storage.filesystem import check_links
 
 # What a run has and its model does not need; a user may have put it into the folder.
 LEFT_OUT = (
@@ -49,11 +50,12 @@ class Push:
         """Upload a folder's files, or with `dry_run` list them.
 
         Raises:
-            CheckpointError: a file is not what was exported, by SHA256SUMS.
+            CheckpointError: a file is not what was exported, by SHA256SUMS, or a link out of the folder.
             ConfigurationError: the hub refuses the token or the name.
             StorageError: the upload failed for another reason; what was uploaded is not sent again.
         """
         check_checksums(folder)
+        check_links(folder)
         names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         kept = [name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in LEFT_OUT)]
         sizes = {name: (folder / name).stat().st_size for name in kept}

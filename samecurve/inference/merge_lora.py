@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from samecurve.errors import NumericError
 from samecurve.export.config_files import settle_config, write_generation_config
-from samecurve.export.convert import check_links, copy_as
+from samecurve.export.convert import copy_as
 from samecurve.export.hf_export import put_in_place
 from samecurve.export.model_card import ADAPTED_CONFIG, CARD, PICTURE, ExportInfo, write_card
 from samecurve.export.weight_shards import METADATA, UNCHANGED, Shard, name_shards, write_kept
@@ -28,6 +28,7 @@ from samecurve.models.weight_conversion import Storage
 from samecurve.models.weight_files import Stored, weight_files
 from samecurve.specs.precision import DTYPES
 from samecurve.storage.atomic import storage_errors
+from samecurve.storage.filesystem import check_links, is_own_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,7 +95,7 @@ def _merge(folder: Path, base: str, output: Path, trust_remote_code: bool) -> st
         # Copy the tokenizer and the task's own files from the adapter's folder. Raises as `check_links`.
         check_links(folder)
         start = next(iter(weight_files(base).values())).file.parent
-        for path in (*folder.iterdir(), *filter(Path.is_file, map(start.joinpath, PROCESSOR_FILES))):
+        for path in (*folder.iterdir(), *filter(is_own_file, map(start.joinpath, PROCESSOR_FILES))):
             skipped = path.name.startswith("adapter_") or path.name in (CARD, PICTURE, ADAPTED_CONFIG)
             if skipped or (output / path.name).exists():
                 continue

@@ -14,6 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from samecurve.errors import CheckpointError
+
 PIECE_BYTES = 32 << 20
 UNKNOWN_BYTES = sys.maxsize
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # in bytes: of nearly all file systems, and of Linux
@@ -45,6 +47,21 @@ def next_free(folder: Path) -> Path:
 def leads_out(path: Path, folder: Path) -> bool:
     """Whether a path below `folder` leads out of it over a link. The folder itself may be reached over one."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def check_links(folder: Path, inside: Path | None = None) -> None:
+    """Raise CheckpointError for a link out of a folder, or of `inside`: a copy to share would hold what it leads to."""
+    inside = inside or folder
+    for path in (folder, *folder.rglob("*")):
+        if leads_out(path, inside):
+            target = os.path.realpath(path)
+            raise CheckpointError(f"{path}: a link to {target}, which is outside of {inside}; remove it")
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether a file is one of its model's folder; in the hub's cache a snapshot's links lead to the repository's."""
+    folder = path.parent
+    return path.is_file() and not leads_out(path, folder.parents[1] if folder.parent.name == "snapshots" else folder)
 
 
 class WritableFile(Protocol):

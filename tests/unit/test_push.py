@@ -162,3 +162,11 @@ def test_a_changed_file_is_not_uploaded(hub, run, capsys):
     (run / "model-fp32" / "SHA256SUMS").write_text(f"{'0' * 64}  config.json\n")
     assert commands.main(["export", str(run), "--push", "me/x"]) == 4
     assert "config.json: differs from what was written" in capsys.readouterr().err and not hub.files
+
+
+def test_a_linked_file_is_not_uploaded(hub, run, tmp_path, capsys):
+    (tmp_path / "private").write_text("a secret")
+    (run / "model-fp32" / "notes.txt").symlink_to(tmp_path / "private")
+    for more in ([], ["--dry_run"]):
+        assert commands.main(["export", str(run), "--push", "me/x", *more]) == 4
+        assert "notes.txt: a link to" in capsys.readouterr().err and not hub.files

@@ -35,6 +35,7 @@ from samecurve.models.skeleton import build_skeleton
 from samecurve.models.weight_files import weight_files
 from samecurve.models.weights import load_weights
 from samecurve.storage import trusted_code
+from samecurve.storage.filesystem import is_own_file
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = """
@@ -429,6 +430,31 @@ def test_a_link_out_of_a_folder_is_not_followed(command, folder, tmp_path, capsy
     assert not list(tmp_path.glob("shared*"))
     (linked / "notes.txt").unlink()
     assert commands.main(asked) == 0
+
+
+def test_a_run_whose_model_is_elsewhere_is_not_exported(folder, tmp_path, capsys):
+    write(folder / "config.json", {"model_type": "llama", **SIZES})
+    write(folder.parent / "run.json", facts())
+    elsewhere = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(elsewhere)
+    assert commands.main(["export", str(folder.parent), "--output", str(tmp_path / "shared")]) == 4
+    assert f"{folder}: a link to {elsewhere}" in capsys.readouterr().err and not list(tmp_path.glob("shared*"))
+
+
+def test_files_of_a_base_model_are_its_own(tmp_path):
+    """In the hub's cache they are links, too; but to files of the same repository."""
+    (tmp_path / "private").write_text("a secret")
+    snapshot = tmp_path / "models--me--x" / "snapshots" / "1"
+    (blobs := snapshot.parents[1] / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (blobs / "b").write_text("{}")
+    (snapshot / "processor_config.json").symlink_to("../../blobs/b")
+    (snapshot / "preprocessor_config.json").symlink_to(tmp_path / "private")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "tokenizer.model").symlink_to(tmp_path / "private")
+    assert is_own_file(snapshot / "processor_config.json")
+    assert not is_own_file(snapshot / "preprocessor_config.json") and not is_own_file(snapshot / "none")
+    assert not is_own_file(tmp_path / "plain" / "tokenizer.model")
 
 
 @pytest.mark.parametrize("base", [None, 3, ["a"], "a" * 5000, "a\0b"])
