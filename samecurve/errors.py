@@ -3,17 +3,53 @@
 Launchers turn a worker's exit code into 1; `status.json` in the run directory keeps the real one.
 """
 
+import re
+from urllib.parse import unquote_plus
+
+_URL = re.compile(r"[\w+.-]{0,30}:/[^\s\"'<>]+")  # one slash where it was taken for a path
+# up to the last @ of the host; a password may have slashes, but no port is one
+_USER = re.compile(r"(:/{1,2})(?:[^/?#@:]*:(?!\d+(?:[/?#]|$)).*|[^/?#]*)@")
+_PARAMETER = re.compile(r"(?<=[?&;#])([^?&;#=]+)(=[^?&;#]*)?")
+# of signed URLs (S3, Google, Azure, CloudFront) and of services that take a key
+_SECRET = re.compile(
+    "signature|token|secret|passw|pwd|credential|auth(?!or)|session|policy|jwt|key$|key[-_]?(pair|id)|access[-_]?id"
+    "|^x-(amz|goog)-|^(sig|se|sp)$",
+    re.IGNORECASE,
+)
+_LONG = 16  # characters of a word that may be a token
+
+
+def without_credentials(text: str) -> str:
+    """Replace users and passwords in URLs, and the values of their signatures, keys and tokens, by ***."""
+
+    def parameter(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        if not value:
+            return "***" if len(name) >= _LONG else match[0]
+        inner = unquote_plus(value)  # may be a URL itself
+        is_secret = _SECRET.search(unquote_plus(name)) or without_credentials(inner) != inner
+        return f"{name}=***" if is_secret else match[0]
+
+    def cleaned(url: re.Match[str]) -> str:
+        is_container = url[0].startswith(("abfs:", "abfss:"))  # Azure's CONTAINER@ACCOUNT
+        return _PARAMETER.sub(parameter, url[0] if is_container else _USER.sub(r"\1***@", url[0]))
+
+    return _URL.sub(cleaned, text)
+
 
 class SamecurveError(Exception):
     """Base class for errors with a known cause; the message says what to do and is printed without a traceback.
 
     `output_dir` is the output directory of a run that cannot start, if known before its RunDirectory exists.
-    `is_printed` is True once this process has printed the message.
+    `is_printed` is True once this process has printed the message. The message has no credentials of URLs.
     """
 
     exit_code = 1
     is_printed = False
     output_dir: str | None = None
+
+    def __init__(self, *arguments: object):
+        super().__init__(*(without_credentials(str(argument)) for argument in arguments))
 
 
 class ConfigurationError(SamecurveError):

@@ -21,14 +21,13 @@ from typing import NamedTuple, NoReturn
 from samecurve.config import own_code
 from samecurve.config.documents import describe
 from samecurve.config.key_hints import near_option
-from samecurve.errors import ConfigurationError, SamecurveError
+from samecurve.errors import ConfigurationError, SamecurveError, without_credentials
 from samecurve.specs.data_names import is_import_path
 from samecurve.specs.environment import train_script
 from samecurve.specs.precision import DTYPES
 from samecurve.storage import terminal, trusted_code
 from samecurve.storage.atomic import known_cause
 from samecurve.storage.filesystem import name_problem
-from samecurve.storage.object_store import without_secrets
 from samecurve.strategy import preflight
 
 INTERRUPTED = 130  # the shell's exit code for SIGINT
@@ -115,16 +114,16 @@ def _dispatch(program: str, package: str, commands: Mapping[str, str], argv: Seq
         near = difflib.get_close_matches(command, commands, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
         hint = f"python {train_script()} RECIPE trains" if command == "train" else hint
-        parser.error(f"no command {command}; {hint}")
+        parser.error(f"no command {without_credentials(command)}; {hint}")
     program = f"{program} {command}"
     if command == "bench":
         return _dispatch(program, f"{package}.bench", BENCH_COMMANDS, argv[1:])
     module = importlib.import_module(f".{command}", package)
     for argument in argv[1:]:
-        if re.match(r"[a-z0-9+:]+://", argument):  # Path would make "s3:/" of it; key=URL is for the recipe
-            place = without_secrets(argument)
-            text = "commands read local run directories; give the run's, or copy the store's folder"
-            raise ConfigurationError(f"{place}: {text}")
+        if re.match(r"[a-z0-9+.:-]+://", argument):  # Path would make "s3:/" of it; key=URL is for the recipe
+            raise ConfigurationError(
+                f"{argument}: commands read local run directories; give the run's, or copy the store's folder"
+            )
     arguments = _Parser(program, description=module.__doc__, formatter_class=_ParagraphFormatter, allow_abbrev=False)
     module.add_arguments(arguments)
     given = arguments.parse_intermixed_args(argv[1:])
@@ -224,4 +223,4 @@ class _ParagraphFormatter(argparse.HelpFormatter):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        super().error(message + near_option(message, self))
+        super().error(without_credentials(message + near_option(message, self)))

@@ -18,7 +18,7 @@ import yaml
 from yaml.reader import ReaderError
 
 from samecurve.config.key_hints import near_file
-from samecurve.storage.object_store import without_secrets
+from samecurve.errors import without_credentials
 
 KeyPath = tuple[str, ...]
 Finding = tuple[str, str]
@@ -67,7 +67,7 @@ def format_problems(problems: Iterable[ConfigProblem]) -> str:
 
     lines = [f"  {problem}" for problem in sorted(set(problems), key=position)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-    return without_secrets("\n".join([f"{count} in the configuration", *lines]))
+    return "\n".join([f"{count} in the configuration", *lines])
 
 
 @dataclass
@@ -134,6 +134,7 @@ def describe(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 1024:  # Python writes no more than 4300 digits
         return f"an integer of {value.bit_length()} bits"
     shown = json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool, int, float)) else repr(value)
+    shown = without_credentials(shown)  # before a part of them is cut off
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return f"{shown} (text)" if isinstance(value, str) else shown
 

@@ -179,7 +179,7 @@ class Data(Section):
     """Streaming: the MiB of text that are tokenized and shuffled together, for each source."""
     num_workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Processes per device that prepare rows. 0: a thread of the training process. The order of rows stays the same."""
-    cache_dir: Annotated[str, OnDisk] | None = None
+    cache_dir: PathName | None = None
     """Where tokens and trained tokenizers are cached. null: `$SAMECURVE_CACHE`, else `~/.cache/samecurve`."""
 
     @property

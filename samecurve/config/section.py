@@ -13,9 +13,6 @@ from samecurve.specs.data_names import is_import_path
 from samecurve.storage.filesystem import name_problem
 from samecurve.storage.object_store import credentials_problem, is_url
 
-# A shell turns `data.path=$UNSET` into empty text, which as a folder would be the working directory.
-Name = Annotated[str, Field(min_length=1)]
-
 
 def _without_credentials(path: str) -> str:
     if is_url(path) and (problem := credentials_problem(path)):
@@ -36,6 +33,10 @@ def _no_template(path: str) -> str:
     return path
 
 
+# A shell turns `data.path=$UNSET` into empty text, which as a folder would be the working directory.
+Name = Annotated[str, Field(min_length=1), AfterValidator(_without_credentials)]
+
+
 def name_or_import_path(value: object, as_name: Callable[[object], object]) -> object:
     """Accept one of the names of a key, or an import path (config/own_code.py)."""
     return value if is_import_path(value) else as_name(value)
@@ -49,7 +50,7 @@ def _import_path(path: str) -> str:
 
 ImportPath = Annotated[str, AfterValidator(_import_path)]
 OnDisk = AfterValidator(_possible)
-PathName = Annotated[Name, AfterValidator(_without_credentials), OnDisk]
+PathName = Annotated[Name, OnDisk]
 TemplatePath = Annotated[Name, AfterValidator(_no_template), OnDisk]
 
 # PyTorch, numpy and readers of JSON hold integers in 64 bits.

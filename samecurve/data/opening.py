@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 
 from samecurve.errors import DataError
 from samecurve.storage.checksums import POINTER_BYTES, pointer_problem
-from samecurve.storage.object_store import without_secrets
 
 # UTF-32's little-endian mark begins with UTF-16's
 _MARKS = {
@@ -113,7 +112,7 @@ def unreadable(name: object, error: Exception) -> DataError:
     """Return the error for a file that cannot be opened or read to its end, with the fix if it is known."""
     if problem := pointer_problem(str(name)):
         return DataError(problem)
-    reason, fix = without_secrets(str(getattr(error, "strerror", None) or error)), ""  # a redirect may be signed
+    reason, fix = getattr(error, "strerror", None) or error, ""
     if isinstance(error, MemoryError):  # of Python or Arrow
         return DataError(
             f"{name}: not enough memory to read it{f' ({error})' if str(error) else ''}; the file itself may be right: "

@@ -12,7 +12,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from samecurve.errors import HangError, NothingToDo, PeerError, Preempted, SamecurveError, StorageError
+from samecurve.errors import (
+    HangError,
+    NothingToDo,
+    PeerError,
+    Preempted,
+    SamecurveError,
+    StorageError,
+    without_credentials,
+)
 from samecurve.run.signals import StopRequest
 from samecurve.run.status import refused_elsewhere
 from samecurve.run.watchdog import LAST_RESORT_SECONDS, HangWatchdog, last_resort
@@ -163,7 +171,7 @@ class RunSupervisor:
         if not isinstance(error, SamecurveError):
             error = known_cause(error) or error
         known = isinstance(error, SamecurveError)
-        text = message(error) if known else "".join(traceback.format_exception(error))
+        text = message(error) if known else without_credentials("".join(traceback.format_exception(error)))
         with self._in_time(code_of(error), text, once=isinstance(error, (Preempted, NothingToDo))):
             if isinstance(error, (Preempted, NothingToDo)):
                 self._take_the_end()
@@ -177,7 +185,7 @@ class RunSupervisor:
             if isinstance(error, Exception) and not isinstance(error, SamecurveError):
                 error = self._explained(error)
             self._take_the_end()
-            reason, code = str(error) or type(error).__name__, code_of(error)
+            reason, code = without_credentials(str(error)) or type(error).__name__, code_of(error)
             own, reports = f"rank {self.watchdog.rank}: {reason}", False
             if isinstance(error, PeerError):
                 if not error.is_reporter:

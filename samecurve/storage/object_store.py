@@ -21,21 +21,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from samecurve.errors import ConfigurationError, StorageError
+from samecurve.errors import ConfigurationError, StorageError, without_credentials
 
 PART_BYTES = 32 << 20
 MOST_PARTS = 9_000  # S3 takes 10,000
 NUM_READERS = 8
 # fsspec's name of a protocol -> what pip installs; others are named by fsspec itself
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-# of signed URLs (S3, Google, Azure's sig, CloudFront) and of services that take a key
-_SECRET_PARAMETER = re.compile(
-    "signature|^sig$|^policy$|token|secret|passw|pwd|credential|auth|session|access_?(key|id)|key$|key-pair",
-    re.IGNORECASE,
-)
-_PARAMETER = re.compile(r"(?<=[?&#])([\w.~%-]+)=[^&#\s\"'<>]+")
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 T = TypeVar("T")
@@ -62,21 +56,13 @@ def is_url(path: str) -> bool:
 
 def credentials_problem(url: str) -> str:
     """Say that a URL may hold a secret, and how to give it, "" otherwise. The value is not shown."""
-    if not any(map(_has_secret, url.split("::"))):  # fsspec's chains, such as simplecache::https://...
+    whole = re.sub(r"[\s\"'<>]", "_", url)  # characters that would end it
+    if without_credentials(whole) == whole:
         return ""
     return (
         "the URL has a user, a password, a signature or a token, which records, checkpoints and the model card would "
         "show; give credentials in the environment only (AWS_ACCESS_KEY_ID, HF_TOKEN and the like)"
     )
-
-
-def _has_secret(url: str) -> bool:
-    place, *query = re.split("[?#]", url)
-    if re.search(r"://[^/@\s]+@", place) and not place.startswith(("abfs://", "abfss://")):  # Azure's CONTAINER@ACCOUNT
-        return True
-    pairs = parse_qsl("&".join(query), keep_blank_values=True)
-    # a bare word without a value may be a token
-    return any(_SECRET_PARAMETER.search(name) or (not value and len(name) >= 16) for name, value in pairs)
 
 
 def url_problem(url: str) -> str:
@@ -85,8 +71,8 @@ def url_problem(url: str) -> str:
         return f"{problem}, and here PROTOCOL://BUCKET/FOLDER"
     try:
         parts = urlsplit(url)
-    except ValueError as error:
-        return f"found {url}, which is no URL ({error}); expected PROTOCOL://BUCKET/FOLDER"
+    except ValueError:  # for s3://[bucket
+        parts = SplitResult("", "", url, "", "")
     if parts.query or parts.fragment:
         return f"found {url}, but the URL of a store has no query; expected PROTOCOL://BUCKET/FOLDER"
     if not is_url(url) or not parts.scheme or not (parts.netloc + parts.path).strip("/"):
@@ -108,8 +94,7 @@ def without_secrets(text: str) -> str:
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8}
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
-    text = _PARAMETER.sub(lambda pair: f"{pair[1]}=***" if _SECRET_PARAMETER.search(pair[1]) else pair[0], text)
-    return re.sub(r"(:/{1,2})[^/@\s]+@", r"\1***@", text)  # Path leaves one of the slashes
+    return without_credentials(text)
 
 
 class DamagedObjectError(StorageError):
