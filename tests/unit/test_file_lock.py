@@ -193,15 +193,20 @@ def test_without_flock_a_file_that_somebody_deleted_returns(no_flock, tmp_path, 
 @pytest.mark.parametrize("content", [b"\xff" * 5, b"{", b"[1]", b'{"machine": 3}', b"{}" * 500])
 def test_without_flock_a_damaged_file_is_written_again(content, no_flock, tmp_path, monkeypatch):
     monkeypatch.setattr(locking, "BEAT_SECONDS", 0.02)
-    path = tmp_path / locking.OWNER
+    path, damaged = tmp_path / locking.OWNER, tmp_path / "damaged"
+
+    def damage() -> None:  # at once: an empty file would be another owner's
+        damaged.write_bytes(content)
+        damaged.replace(path)
+
     with lock_folder(tmp_path):
         own = path.read_bytes()
         for _ in range(2):  # the thread lives on
-            path.write_bytes(content)
+            damage()
             wait_until(lambda: path.read_bytes() == own)
         monkeypatch.setattr(locking.OwnerFile, "_write", lambda self: None)
         time.sleep(0.1)
-        path.write_bytes(content)
+        damage()
     assert not path.exists()
 
 
