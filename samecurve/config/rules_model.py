@@ -20,7 +20,7 @@ from samecurve.specs.model_families import text_fields
 from samecurve.specs.tasks import TASKS
 from samecurve.storage.records import read_record
 
-CONFIG = {"model_type?": (str, None), "text_config?": ({"model_type?": (str, None)}, None)}  # what rules ask of it
+_CONFIG = {"model_type?": (str, None), "text_config?": ({"model_type?": (str, None)}, None)}  # what rules ask of it
 # Far above any model. Products of two sizes still fit 64 bits.
 LARGEST_SIZE, MOST_LAYERS, MOST_PARTS = 1 << 26, 10_000, 1_000_000
 # Sizes of tensors and numbers of layers, by the names of families that have their own. Not head_dim: some have 0.
@@ -50,14 +50,15 @@ def size_problems(fields: dict[str, Any], prefix: str = "") -> Iterator[Finding]
     prefix: of the keys in messages.
     """
     for key, size in fields.items():
-        most = MOST_LAYERS if "layer" in key else MOST_PARTS if _PARTS.match(key) else LARGEST_SIZE
+        is_part = _PARTS.match(key)
+        most = MOST_LAYERS if "layer" in key else MOST_PARTS if is_part else LARGEST_SIZE
         if isinstance(size, dict):
             yield from size_problems(size, f"{prefix}{key}.")
         elif key == "model_type" and not isinstance(size, (str, NoneType)):
             yield f"{prefix}{key}", f"found {describe(size)}, expected text, for example llama"
         elif key in _SIZES and (isinstance(size, str) or (isinstance(size, (int, float)) and not 1 <= size <= most)):
             yield f"{prefix}{key}", f"found {describe(size)}, expected a number of at least 1 and at most {most:,}"
-        elif _PARTS.match(key) and isinstance(size, (int, float)) and size > most:
+        elif is_part and isinstance(size, (int, float)) and size > most:
             yield f"{prefix}{key}", f"found {describe(size)}, expected a number of at most {most:,}"
 
 
@@ -194,9 +195,8 @@ def architecture(value: Callable[[str], Any]) -> dict[str, Any]:
     """The config of the model, or of a packaged model's text part, as far as the recipe or a local folder gives it."""
     config = value("model.config")
     if config is None and value("model.path") is not None:
-        config = read_record(
-            Path(value("model.path")) / "config.json", CONFIG
-        ).value  # of a name on the hub there is none
+        # of a name on the hub there is none
+        config = read_record(Path(value("model.path")) / "config.json", _CONFIG).value
         if isinstance(config, dict):
             config = text_fields(config) | value("model.overrides")
     return config if isinstance(config, dict) else {}

@@ -221,7 +221,7 @@ def _csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[str, dict | Da
 
 
 class _RowLines:
-    """Lines of a file, of which a row of LONGEST_ROW at most has any number: a missing quote exceeds any limit."""
+    """The lines of a file. Raises DataError where those of one row exceed LONGEST_ROW, as after a missing quote."""
 
     def __init__(self, lines: Iterable[str]):
         self._lines, self._place, self._length = lines, "", 0

@@ -67,12 +67,13 @@ def finish(source: Path, output: Path, precision: str, push: Push | None) -> Non
 
 
 def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -> None:
-    """Convert an export to another dtype, with a new card. Raises as `check_links` and `copy_as`."""
-    check_links(source, directory)
+    """Convert an export to another dtype, with a new card. Raises as `copy_as`."""
     partial_output = output.with_name(f"{output.name}.partial")
     try:
         with storage_errors(output):
-            rounding = copy_as(source, partial_output, getattr(torch, made.dtype)).text(PRECISIONS[made.dtype])
+            rounding = copy_as(source, partial_output, getattr(torch, made.dtype), directory).text(
+                PRECISIONS[made.dtype]
+            )
             write_card(directory, replace(made, rounding=rounding), partial_output)
             put_in_place(partial_output, output)
     finally:
@@ -80,17 +81,17 @@ def from_export(directory: Path, source: Path, output: Path, made: ExportInfo) -
     print(rounding, end="\n" if rounding else "")
 
 
-def copy_as(source: Path, target: Path, dtype: torch.dtype) -> Rounding:
+def copy_as(source: Path, target: Path, dtype: torch.dtype, parent: Path | None = None) -> Rounding:
     """Copy a model folder with its weights in another dtype. Returns what that changes.
 
     Integers and the files of UNCHANGED stay as they are.
 
     Raises:
         NumericError: a value is out of the dtype's range.
-        CheckpointError: a link leads out of the folder.
+        CheckpointError: a link leads out of the folder, or `source` itself out of `parent`.
         ConfigurationError: weights are missing or damaged.
     """
-    check_links(source)
+    check_links(source, parent)
     adapter = source / "adapter_model.safetensors"
     if (source / "adapter_config.json").exists():
         header(adapter)

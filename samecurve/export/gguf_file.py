@@ -87,7 +87,7 @@ def run(
             if recipe is not None:
                 from_checkpoint(directory, source, recipe, whole, ExportInfo())
                 model = whole
-            check_links(model, directory if model is source else whole)
+            check_links(model, directory if model is source else None)
             partial_output.mkdir(parents=True)
             rounding, checked = write_gguf(model, partial_output / made.gguf, precision, directory.resolve().name)
             write_text(partial_output / "Modelfile", gguf_tokenizer.modelfile(made.gguf, model))

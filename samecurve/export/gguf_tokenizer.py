@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from samecurve.data.chat_encoder import end_tokens
-from samecurve.data.time_limit import render_limit
+from samecurve.data.time_limit import RenderTimeout, render_limit
 from samecurve.errors import ConfigurationError, NumericError
 from samecurve.storage.records import read_record
 
@@ -252,7 +252,7 @@ def go_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
             body = "".join(f"<<{index}>>".join(around[role]) for index, role in enumerate(roles))
             if render(roles) != ("" if "s" in roles else default) + body + prompt:
                 return None
-    except (TemplateError, IndexError):  # a template may refuse roles
+    except (TemplateError, IndexError, RenderTimeout):  # a template may refuse roles, or have no end
         return None
     if any(mark in part for part in (default, prompt, *sum(around.values(), ())) for mark in ("{{", '"""')):
         return None

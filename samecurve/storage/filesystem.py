@@ -49,10 +49,12 @@ def leads_out(path: Path, folder: Path) -> bool:
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-def check_links(folder: Path, inside: Path | None = None) -> None:
-    """Raise CheckpointError for a link out of a folder, or of `inside`: a copy to share would hold what it leads to."""
-    inside = inside or folder
-    for path in (folder, *folder.rglob("*")):
+def check_links(folder: Path, parent: Path | None = None) -> None:
+    """Raise CheckpointError for a link out of a folder: a copy to share would hold what it leads to.
+
+    parent: the folder itself must not lead out of it.
+    """
+    for path, inside in ((folder, parent or folder), *((path, folder) for path in folder.rglob("*"))):
         if leads_out(path, inside):
             target = os.path.realpath(path)
             raise CheckpointError(f"{path}: a link to {target}, which is outside of {inside}; remove it")
@@ -60,8 +62,9 @@ def check_links(folder: Path, inside: Path | None = None) -> None:
 
 def is_own_file(path: Path) -> bool:
     """Whether a file is one of its model's folder; in the hub's cache a snapshot's links lead to the repository's."""
-    folder = path.parent
-    return path.is_file() and not leads_out(path, folder.parents[1] if folder.parent.name == "snapshots" else folder)
+    folder, repository = path.parent, path.parent.parent.parent
+    is_cached = folder.parent.name == "snapshots" and repository.name.startswith("models--")
+    return path.is_file() and not leads_out(path, repository if is_cached else folder)
 
 
 class WritableFile(Protocol):

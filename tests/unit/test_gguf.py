@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.integrations.gguf import gguf_tokenizer_mapping
 
 from samecurve.cli import commands
+from samecurve.data import time_limit
 from samecurve.errors import ConfigurationError, NumericError
 from samecurve.export import gguf_file, gguf_tokenizer
 
@@ -200,9 +201,14 @@ TEMPLATE = """{{ range .Messages }}{{ if eq .Role "system" }}<|im_start|>system
 DEFAULT = "{{ if not .System }}<|im_start|>system\nBe kind.<|im_end|>\n{{ end }}"
 COUNTED = "{% for m in messages %}{{ loop.index }}{{ m.content }}<|im_end|>{% endfor %}"
 
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
-@pytest.mark.parametrize("chat, expected", [(CHATML, TEMPLATE), (QWEN, DEFAULT + TEMPLATE), (COUNTED, None)])
-def test_chat_template_in_go(chat, expected):
+
+@pytest.mark.parametrize(
+    "chat, expected", [(CHATML, TEMPLATE), (QWEN, DEFAULT + TEMPLATE), (COUNTED, None), (ENDLESS, None)]
+)
+def test_chat_template_in_go(chat, expected, monkeypatch):
+    monkeypatch.setattr(time_limit, "RENDER_SECONDS", 0.5)
     tokenizer = byte_level("gpt-2")
     tokenizer.chat_template = chat
     assert gguf_tokenizer.go_template(tokenizer) == expected

@@ -9,8 +9,8 @@ from samecurve.cli import commands
 from samecurve.config.documents import Document
 from samecurve.config.paths import RULES, split_output_url
 from samecurve.data.opening import unreadable
+from samecurve.errors import without_credentials
 from samecurve.storage.object_store import credentials_problem, url_problem
-from samecurve.storage.object_store import without_secrets as without_credentials
 
 
 def split(**content) -> Document:

@@ -432,6 +432,15 @@ def test_a_link_out_of_a_folder_is_not_followed(command, folder, tmp_path, capsy
     assert commands.main(asked) == 0
 
 
+@pytest.mark.parametrize("more", [[], ["--format", "gguf"]])
+def test_a_link_to_another_file_of_the_run_is_not_followed(more, folder, tmp_path, capsys):
+    write(folder / "config.json", {"model_type": "llama", **SIZES})
+    write(folder.parent / "run.json", facts())
+    (folder / "notes.txt").symlink_to(folder.parent / "run.json")
+    assert commands.main(["export", str(folder.parent), "--output", str(tmp_path / "shared"), *more]) == 4
+    assert f"{folder / 'notes.txt'}: a link to" in capsys.readouterr().err and not list(tmp_path.glob("shared*"))
+
+
 def test_a_run_whose_model_is_elsewhere_is_not_exported(folder, tmp_path, capsys):
     write(folder / "config.json", {"model_type": "llama", **SIZES})
     write(folder.parent / "run.json", facts())
@@ -455,6 +464,10 @@ def test_files_of_a_base_model_are_its_own(tmp_path):
     assert is_own_file(snapshot / "processor_config.json")
     assert not is_own_file(snapshot / "preprocessor_config.json") and not is_own_file(snapshot / "none")
     assert not is_own_file(tmp_path / "plain" / "tokenizer.model")
+    downloaded = tmp_path / "snapshots" / "1"  # a folder of this name makes no cache
+    downloaded.mkdir(parents=True)
+    (downloaded / "processor_config.json").symlink_to(tmp_path / "private")
+    assert not is_own_file(downloaded / "processor_config.json")
 
 
 @pytest.mark.parametrize("base", [None, 3, ["a"], "a" * 5000, "a\0b"])
